@@ -113,7 +113,7 @@ def by_group(samples: Sequence[TrainSample]) -> list[list[int]]:
 
 
 def _groups(samples: Sequence[TrainSample], cost: Cost) -> list[list[_Work]]:
-    """The work of each episode, by group; the costliest group first."""
+    """Return the work of each episode, by group; the costliest group first."""
     groups: dict[GroupId, dict[TrajectoryId, _Work]] = {}
     for sample in samples:
         group, episode, length = group_of(sample), sample.episode, sample.prompt_length
@@ -125,7 +125,7 @@ def _groups(samples: Sequence[TrainSample], cost: Cost) -> list[list[_Work]]:
 
 
 def _best(groups: Sequence[Sequence[_Work]], ranks: int) -> _Placed:
-    """Place ``groups`` whole, or some of the costliest in pieces where that is worth it."""
+    """Place ``groups`` whole, or some of the costliest in pieces if that is worth it."""
     whole = [_whole(group) for group in groups]
     best = undivided = _place(whole, ranks)
     longest = max(undivided[0])

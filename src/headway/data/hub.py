@@ -39,7 +39,7 @@ def splits_of(folder: Path) -> list[str]:
 
 
 MOST_SHOWN = 400
-"""Most characters of a library's message that are passed on."""
+"""Maximum number of characters of a library's message that are passed on."""
 
 
 def dataset_rows(dataset: str, source: SourceConfig, columns: Columns | None, *, default_split: str) -> Iterator[Row]:

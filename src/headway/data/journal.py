@@ -360,7 +360,7 @@ class CompletionJournal:
 
 
 def _asked(request: GenerateRequest) -> int:
-    """Sum over the context of a call and its sampling."""
+    """Return the sum over the context of a call and its sampling."""
     digest = xxhash.xxh64(repr(request.sampling).encode())
     digest.update(request.input_ids.tobytes())
     return digest.intdigest()

@@ -52,7 +52,7 @@ class Draws(NamedTuple):
     turns: NDArray[np.int64]
     """Pass of each draw, [N], counted from its source's first one in this epoch: (index, turn) is unique."""
     first: NDArray[np.bool_]
-    """True where no earlier draw of any epoch had this row, [N]."""
+    """True if no earlier draw of any epoch had this row, [N]."""
 
 
 def quotas(parts: Sequence[SourceShare]) -> list[int]:
@@ -120,7 +120,7 @@ class Mixture:
         )
 
     def _draws(self, number: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows of a part and their passes in this epoch, [q] each, in the order of its stream."""
+        """Return rows of a part and their passes in this epoch, [q] each, in the order of its stream."""
         rows, quota = self.parts[number].rows, self.quotas[number]
         passes, within = np.divmod(np.arange(epoch * quota, (epoch + 1) * quota, dtype=np.int64), rows)
         if self._shuffle and quota % rows:  # else epochs have whole passes, whose inner order the epoch's own replaces

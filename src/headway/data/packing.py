@@ -129,7 +129,7 @@ def grow(rows: Sequence[Ids], prompt: int | None = None) -> Tree:
 
 
 def _shared(before: Ids, row: Ids, depths: Sequence[int]) -> int:
-    """Number of tokens at the beginning of ``row`` that it shares with the row ``before``. See `grow`."""
+    """Return the number of tokens at the beginning of ``row`` that it shares with the row ``before``. See `grow`."""
     most = min(len(before), len(row))
     differ = np.flatnonzero(before[:most] != row[:most])
     common = int(differ[0]) if len(differ) else most
@@ -173,7 +173,7 @@ class CollatedRow:
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """Further numbers for each response token, by name, [T] each. See `headway.data.types.TrainSample`."""
     finished: bool = True
-    """False where the episode was cut off."""
+    """False if the episode was cut off."""
     episode: TrajectoryId | None = None
     """The episode that the row is of; None for a row that is a whole one."""
     turns: tuple[TurnSpan, ...] = ()
@@ -181,7 +181,7 @@ class CollatedRow:
 
 
 def by_episode(rows: Sequence[CollatedRow]) -> list[list[int]]:
-    """Indices of the rows of each episode, in the order of their first ones. See `CollatedRow.episode`."""
+    """Return indices of the rows of each episode, in the order of their first ones. See `CollatedRow.episode`."""
     episodes: dict[TrajectoryId | int, list[int]] = {}
     for index, row in enumerate(rows):
         episodes.setdefault(index if row.episode is None else row.episode, []).append(index)
@@ -226,7 +226,7 @@ class Packing:
     """Rules of micro-batches."""
 
     token_budget: int
-    """Most tokens of a micro-batch: those that are computed. A row that is longer is one of its own."""
+    """Maximum number of tokens of a micro-batch: those that are computed. A row that is longer is one of its own."""
     packed: bool = True
     """True: put rows into one line; False: pad them to the longest of their micro-batch."""
     shared: bool = True
@@ -272,12 +272,12 @@ class Packing:
         ]
 
     def apart(self, rows: Sequence[CollatedRow], packs: Sequence[Pack]) -> list[int]:
-        """Indices of the rows of episodes that no micro-batch holds whole."""
+        """Return indices of the rows of episodes that no micro-batch holds whole."""
         home = {row: number for number, pack in enumerate(packs) for row in pack.rows}
         return [i for episode in by_episode(rows) if len({home[i] for i in episode}) > 1 for i in episode]
 
     def _groups(self, rows: Sequence[CollatedRow]) -> list[list[int]]:
-        """Indices of the rows of each group, or of each episode, which has its rows in one place anyway."""
+        """Return indices of the rows of each group, or of each episode, which has its rows in one place anyway."""
         groups: dict[object, list[int]] = {}
         for index, row in enumerate(rows):
             of = row.episode

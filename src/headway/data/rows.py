@@ -62,7 +62,7 @@ class Rows:
         return {name: where for name, where in self._lacking().items() if where is not None}
 
     def _lacking(self) -> dict[str, str | None]:
-        """Every further column → the first row without it, or None.
+        """Return every further column → the first row without it, or None.
 
         Of a task's training problems, which are made on demand, the first is looked at alone.
         """
@@ -90,7 +90,7 @@ def by_source(parts: Sequence[SourceShare]) -> Iterator[tuple[str, range]]:
 
 
 def read_rows(config: Config) -> Rows:
-    """The run's records, from the sources of ``data.train`` or from ``data.task``.
+    """Return the run's records, from the sources of ``data.train`` or from ``data.task``.
 
     Held out are: ``data.val``, or ``data.val_size`` rows of ``data.train`` chosen by ``run.seed``, or the task's own.
 
@@ -166,13 +166,13 @@ def split(rows: int, val_size: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def _shares(parts: Sequence[SourceShare], kept: Sequence[int]) -> tuple[SourceShare, ...]:
-    """The sources with as many rows as are left of them, where the rows ``kept`` are."""
+    """Return the sources with as many rows as are left of them, where the rows ``kept`` are."""
     own = (places for _, places in by_source(parts))
     return tuple(replace(part, rows=sum(row in there for row in kept)) for part, there in zip(parts, own, strict=True))
 
 
 def _read_held_out(data: DataConfig, seed: int) -> tuple[list[Record], tuple[SourceShare, ...]]:
-    """The records of ``data.val``, ``data.val_max_samples`` of them at most, and each source's share."""
+    """Return the records of ``data.val``, ``data.val_max_samples`` of them at most, and each source's share."""
     records, parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
     if data.val_max_samples is None or data.val_max_samples >= len(records):
         return records, parts
@@ -196,7 +196,7 @@ def digests(rows: Sequence[Any]) -> tuple[str, ...]:
 def _read_all(
     sources: Sequence[SourceConfig], data: DataConfig, default_split: str
 ) -> tuple[list[Record], tuple[SourceShare, ...]]:
-    """All records, one source after the other, and each source's share."""
+    """Return all records, one source after the other, and each source's share."""
     read = [_read(source, data, default_split) for source in sources]
     parts = tuple(
         SourceShare(source.label, len(records), source.weight) for source, records in zip(sources, read, strict=True)

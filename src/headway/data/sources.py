@@ -183,7 +183,7 @@ class RowSource:
         )
 
     def find(self, epoch: int, row: int) -> Prompt | None:
-        """Return the prompt of a row that was handed out in ``epoch``; None where the data have no such prompt now."""
+        """Return the prompt of a row that was handed out in ``epoch``; None if the data have no such prompt now."""
         turn, number = divmod(row, self._stride)
         index = self._index_of.get(number)
         if index is None or turn >= self._turns:
@@ -204,7 +204,7 @@ class RowSource:
         return {number: index for index, number in enumerate(self._row_numbers)}
 
     def _tokenised(self, indices: Sequence[int]) -> list[tuple[Record, Tokenised] | LeftOut]:
-        """The records of ``indices`` with their text and ids, or why they have none."""
+        """Return the records of ``indices`` with their text and ids, or why they have none."""
         results: dict[int, tuple[Record, Tokenised] | LeftOut] = {}
         records: dict[int, Record] = {}
         for place, index in enumerate(indices):
@@ -231,7 +231,7 @@ class RowSource:
                 raise self._none_usable(left_out, len(places), f" of {name}")
 
     def _none_usable(self, left_out: LeftOutRows, rows: int, of: str) -> DataError:
-        """The error over rows of which none can be used."""
+        """Return the error over rows of which none can be used."""
         if bad_rows(left_out.counts):
             return left_out.error(f"all {rows} rows{of}")
         return DataError(

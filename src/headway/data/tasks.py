@@ -39,7 +39,7 @@ def is_task(data: str) -> bool:
 
 
 def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int = 1) -> Task:
-    """The task called ``name``: one of `TASKS`, ``reasoning_gym/<dataset>``, or a factory of the user's own.
+    """Return the task called ``name``: one of `TASKS`, ``reasoning_gym/<dataset>``, or a factory of the user's own.
 
     Raises:
         ConfigError: unknown name, or parameters that it does not take.

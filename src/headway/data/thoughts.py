@@ -11,13 +11,13 @@ CLOSED = re.compile("|".join(map(re.escape, TAGS.values())))
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the tag with which ``prompt`` ends: the answer begins inside a thought. Empty where it does not."""
+    """Return the tag with which ``prompt`` ends: the answer begins inside a thought. Empty if it does not."""
     end = prompt.rstrip()
     return next((tag for tag in TAGS if end.endswith(tag)), "")
 
 
 def end_of_thought(response: str, *, opened: bool = False) -> int | None:
-    """Return where in ``response`` the answer begins, 0 without a thought; None where a thought never ended.
+    """Return where in ``response`` the answer begins, 0 without a thought; None if a thought never ended.
 
     ``opened``: the prompt ends inside a thought.
     """

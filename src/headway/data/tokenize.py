@@ -200,7 +200,7 @@ def template_kwargs(run: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[st
 
 
 def column_value(given: Any) -> Any:
-    """The value that a column holds, also as JSON text."""
+    """Return the value that a column holds, also as JSON text."""
     if isinstance(given, str):
         with suppress(ValueError):
             return json.loads(given)
@@ -208,7 +208,7 @@ def column_value(given: Any) -> Any:
 
 
 def tools_of(row: Mapping[str, Any], named: str) -> list[dict[str, Any]] | None:
-    """The schemas of the tools in the columns of a ``row``, ``named`` so in messages; None without any.
+    """Return the schemas of the tools in the columns of a ``row``, ``named`` so in messages; None without any.
 
     Raises:
         DataError: they are something else.
@@ -246,7 +246,7 @@ class PromptTokenizer:
         kwargs: Mapping[str, Any] = MappingProxyType({}),
         with_tools: bool = True,
     ) -> None:
-        """``kwargs``: variables of the template. ``with_tools``: False where a program shows its tools itself."""
+        """``kwargs``: variables of the template. ``with_tools``: False if a program shows its tools itself."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self.max_length = max_length
@@ -260,7 +260,7 @@ class PromptTokenizer:
         return [*self._start.notes.values(), *self._unused.values()]
 
     def __call__(self, records: Sequence[Record]) -> list[Tokenised | LeftOut]:
-        """The text and token ids [P] of each record, or why it has none.
+        """Return the text and token ids [P] of each record, or why it has none.
 
         Raises:
             DataError: messages without a template to render them.
@@ -271,7 +271,7 @@ class PromptTokenizer:
         return [next(encoded) if isinstance(text, tuple) else text for text in texts]
 
     def _text(self, record: Record) -> tuple[str, bool] | LeftOut:
-        """The text of a record, and whether the template wrote it."""
+        """Return the text of a record, and whether the template wrote it."""
         chat = self._as_messages(record)
         if chat is None and self._with_tools:
             self._note_unused(record)
@@ -341,7 +341,7 @@ class PromptTokenizer:
             return [LeftOut(Reason.TOKENIZER, record.source, why)]
 
     def _as_messages(self, record: Record) -> Messages | None:
-        """The record as a chat to render, or None for plain text."""
+        """Return the record as a chat to render, or None for plain text."""
         if isinstance(record.prompt, str):
             return [{"role": "user", "content": record.prompt}] if self._chat_template == "always" else None
         if self._chat_template == "never":
@@ -360,5 +360,5 @@ class PromptTokenizer:
 
 
 def _named(record: Record) -> str:
-    """A name for a record: its source, and the row where it is known."""
+    """Return a name for a record: its source, and the row where it is known."""
     return f"{record.source} ({record.where})" if record.where else record.source

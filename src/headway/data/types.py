@@ -72,7 +72,7 @@ class Prompt:
 
     @property
     def data_text(self) -> str | None:
-        """The row's text, without the chat template; None where the row gives messages."""
+        """The row's text, without the chat template; None if the row gives messages."""
         return None if self.messages is not None else self.text if self.asked is None else self.asked
 
     @property
@@ -237,18 +237,18 @@ class Trajectory:
     """Its rows, as they began. A single answer has one, an episode that failed has none."""
     turns: int = 1
     reward: float | None = None
-    """Reward given by its program; None where it gave none."""
+    """Reward given by its program; None if it gave none."""
     conversation: Conversation | None = None
     """Its last conversation; only of a program's episode that a reward function scores, or that is shown, until it is
     scored."""
     turn_rewards: tuple[float, ...] = ()
     """Rewards of its turns, by number, where its program gave any; beside ``reward``."""
     failure: str | None = None
-    """Why the episode failed; None where it did not."""
+    """Why the episode failed; None if it did not."""
     again: str | None = None
-    """Why its program was run again, the last time; None where it was not."""
+    """Why its program was run again, the last time; None if it was not."""
     limit: str | None = None
-    """The limit that ended it: ``turns``, ``tokens``, ``step`` or ``time``; None where none did."""
+    """The limit that ended it: ``turns``, ``tokens``, ``step`` or ``time``; None if none did."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to be reported, by name: seconds in its environment, tool errors, forks."""
     steps: tuple[tuple[float, float], ...] = ()
@@ -274,7 +274,7 @@ class Outcomes:
     baselines: NDArray[np.float32] | None = None
     """Reward of the greedy answer to each episode's prompt, [E], where one was generated."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
-    """Rewards of each episode's turns, by number, E of them; empty where no episode has any."""
+    """Rewards of each episode's turns, by number, E of them; empty if no episode has any."""
     lengths: NDArray[np.int64] | None = None
     """Number of tokens that each episode trains, [E], without holes; None: to be counted in its rows."""
 
@@ -320,7 +320,7 @@ class TrainSample:
     """Further per-token inputs, by name: ``ref_logprobs``, ``prox_logprobs``, ``values``, ``advantages``, ``returns``.
     """
     finished: bool = True
-    """False where the episode was cut off."""
+    """False if the episode was cut off."""
     masked: bool = False
     """True if the sample is in no loss: none of its tokens counts."""
 

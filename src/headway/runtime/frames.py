@@ -84,7 +84,7 @@ class FrameChannel:
             self._sock.close()
 
     def _read(self) -> bool:
-        """Handle one chunk. Returns False where there was none."""
+        """Handle one chunk. Returns False if there was none."""
         try:
             data = self._sock.recv(CHUNK)
         except (BlockingIOError, InterruptedError):
@@ -103,7 +103,7 @@ class FrameChannel:
         return True
 
     def _next(self) -> Frame | None:
-        """Take a complete frame from what was read; None where there is none."""
+        """Take a complete frame from what was read; None if there is none."""
         if len(self._unread) < HEADER.size:
             return None
         size, kind, number, detail = HEADER.unpack_from(self._unread)

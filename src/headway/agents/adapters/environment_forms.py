@@ -6,9 +6,9 @@
 | SkyRL-gym | ``init(prompt)``, ``step(action)`` with messages |
 | TRL | ``reset(**row)``, methods that are tools, ``get_reward()`` |
 
-TRL's is read from TRL 1.16 (``GRPOTrainer._generate_and_score_completions``): an environment is made once and reset for
-each episode, what ``reset`` returns is appended to the last message of the prompt, and every public function of the
-class but ``reset`` and ``get_reward`` is a tool, whose result is told to the model as ``str()`` writes it.
+TRL's form follows TRL 1.16 (``GRPOTrainer._generate_and_score_completions``). An environment is made once and reset for
+each episode. The result of ``reset`` is appended to the prompt's last message. Every public method except ``reset`` and
+``get_reward`` is a tool; the model gets its result as ``str()`` writes it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ FIVE = "(observation, reward, terminated, truncated, info), as Gymnasium has it 
 class GymProgram(EnvironmentProgram[Any]):
     """An environment in the form of Gymnasium or GEM. Observations are the user's messages, actions the model's text.
 
-    The reward of a step is that of the turn before it.
+    The reward of a step goes to the turn before it.
     """
 
     def __init__(self, instances: EnvironmentPool, who: str, kind: Any) -> None:
         """``kind``: a class or an environment.
 
         Raises:
-            UserCodeError: its ``reset`` takes no seed, so that its episodes could not be made again.
+            UserCodeError: its ``reset`` takes no seed, so its episodes could not be repeated.
         """
         self._instances, self.who = instances, who
         parameters = Parameters.of(kind.reset)
@@ -65,7 +65,7 @@ class GymProgram(EnvironmentProgram[Any]):
             return super().describe()
 
     async def close(self) -> None:
-        """Close the environments that no episode has."""
+        """Close the environments that no episode uses."""
         await self._instances.close()
 
     def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[Any]:
@@ -89,7 +89,7 @@ class GymProgram(EnvironmentProgram[Any]):
             raise ProgramFailed(f"{self.who}: step() returned {shown(value)}, expected {FIVE}")
         observation, reward, terminated, truncated, _ = value
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
-            # numpy's booleans are no bool; a float here is most often a reward in the wrong place.
+            # numpy's booleans are not bool. A float here is most often a misplaced reward.
             if not (isinstance(flag, bool | int) or hasattr(flag, "dtype")):
                 raise ProgramFailed(f"{self.who}: step() returned {shown(flag)} for {name}, expected True or False")
         worth, done = number(reward, f"{self.who}: the reward of step()"), bool(terminated or truncated)
@@ -105,7 +105,7 @@ class GymProgram(EnvironmentProgram[Any]):
 
 
 def refuse_numbers(environment: Any, who: str) -> None:
-    """Refuse an environment whose observations or actions are numbers by its spaces.
+    """Refuse an environment whose spaces say that its observations or actions are numbers.
 
     Raises:
         UserCodeError: names the space, and what to do.
@@ -123,8 +123,8 @@ def refuse_numbers(environment: Any, who: str) -> None:
 class SkyrlProgram(EnvironmentProgram[Any]):
     """An environment in the form of SkyRL-gym. Each episode makes one, from the row's columns (``extras``).
 
-    The reward of a step is that of the turn before it. Where a step gives a ``postprocessed_action`` the conversation
-    goes on with that in place of what the model wrote, which is trained on as it was sampled.
+    The reward of a step goes to the turn before it. If a step gives a ``postprocessed_action``, it replaces the model's
+    text in the conversation; training uses the text as it was sampled.
     """
 
     def __init__(self, make: Callable[..., Any], who: str, params: Mapping[str, Any], max_turns: int | None) -> None:
@@ -141,7 +141,7 @@ class SkyrlProgram(EnvironmentProgram[Any]):
 
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[Any]:
-        """Make an environment with ``env_config`` and ``extras``, where it takes them, and ``agent.params``."""
+        """Make an environment with ``agent.params``, and with ``env_config`` and ``extras`` if it takes them."""
         config = self._params.get("env_config") or {}
         own = {
             "env_config": self._as_config(dict(config)) if isinstance(config, Mapping) else config,
@@ -280,19 +280,19 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
 
 
 def tool_names(kind: type) -> list[str]:
-    """Names of the methods of a class that are tools to TRL, by name: its public functions, inherited ones too."""
+    """Return the names of the methods that TRL takes as tools, sorted: public functions, inherited ones included."""
     functions = inspect.getmembers(kind, predicate=inspect.isfunction)
     return [name for name, _ in functions if name not in ("reset", "get_reward") and not name.startswith("_")]
 
 
 def _as_trl_shows(value: Any) -> str:
-    """Text of a tool's result as TRL tells it to the model."""
+    """Return the text of a tool's result as TRL shows it to the model."""
     text = _text_of_blocks(value)
     return str(value) if text is None else text
 
 
 def _text_of_blocks(value: Any) -> str | None:
-    """Text of a list of content blocks; None where the value is none.
+    """Return the text of a list of content blocks; None if the value is not such a list.
 
     Raises:
         ProgramFailed: one of the blocks is an image.

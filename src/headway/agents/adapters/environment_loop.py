@@ -1,9 +1,9 @@
-"""The one loop of all environments: begin, then turns of the policy and steps of the environment, then the end.
+"""Episode loop of all environments: begin, then turns of the policy and steps of the environment, then the end.
 
     begin(row) ─▶ messages ─▶ chat.turn ─▶ answer ─▶ step(answer) ─▶ more messages, a reward ─▶ … ─▶ done ─▶ end
 
-A form of environments (Gymnasium's, SkyRL-gym's, TRL's, OpenEnv's, tools alone) is a subclass of `EnvironmentProgram`,
-which translates: what the environment says becomes messages, and what the policy answers becomes its action.
+A form of environments (Gymnasium's, SkyRL-gym's, TRL's, OpenEnv's, tools alone) is a subclass of `EnvironmentProgram`.
+It turns the environment's output into messages, and the policy's answers into actions.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Reply of an environment to an answer, or its words at the beginning."""
+    """Output of an environment: its first observation, or its reply to an answer."""
 
     messages: Sequence[Message] = ()
-    """Messages that the conversation goes on with."""
+    """Messages to append to the conversation."""
     done: bool = False
     reward: float | None = None
-    """Reward of the turn that made the answer; None for none."""
+    """Reward of the turn that made the answer; None if there is none."""
     answered: Message | None = None
-    """Message in place of the answer's, in the conversation."""
+    """Message that replaces the answer in the conversation; None keeps the answer."""
 
 
 class EnvironmentProgram(Program, Generic[E]):
@@ -51,7 +51,7 @@ class EnvironmentProgram(Program, Generic[E]):
         """Reset the environment; its messages begin the conversation."""
 
     async def step(self, environment: E, answer: TurnAnswer, chat: Chat) -> Step:
-        """Act as the policy has answered: here, call the tools that it calls; an answer that calls none is the last."""
+        """Apply the policy's answer. Here: make its tool calls; an answer without calls ends the episode."""
         return Step(await chat.call_tools(answer)) if answer.calls else Step(done=True)
 
     async def end(self, environment: E) -> EpisodeEnd:
@@ -66,7 +66,7 @@ class EnvironmentProgram(Program, Generic[E]):
         """Make one episode. See `Program.run`."""
         async with self.episode(start) as environment:
             if not self.is_async:
-                # Again: making the environment may have drawn numbers, and reusing one does not.
+                # Seeded again: making an environment may draw random numbers, reusing one does not.
                 seed_generators(start.seed)
             with suppress(EpisodeOver):
                 step = await self.begin(environment, start)
@@ -76,20 +76,20 @@ class EnvironmentProgram(Program, Generic[E]):
                     step = await self.step(environment, answer, chat)
                     if step.reward is not None:
                         chat.reward(step.reward, answer)
-                    # A new list: the one before is in the request that was sent.
+                    # A new list: the sent request holds the previous one.
                     messages = [*messages, step.answered or answer.message, *step.messages]
             return await self.end(environment)
 
     async def call(self, environment: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the user's environment. Raises `ProgramFailed` or `ProgramAway` for what it raises."""
+        """Call a method of the user's environment. Its exceptions become `ProgramFailed` or `ProgramAway`."""
         with failing(f"{self.who}: {method}()"):
             return await called(getattr(environment, method), *args, **kwargs)
 
 
 class ToolLoop(EnvironmentProgram[OpenToolbox]):
-    """The program of ``agent.tools`` and ``agent.mcp``: the prompt, and turns until one calls no tool.
+    """The program of ``agent.tools`` and ``agent.mcp``: the prompt, and turns until a turn calls no tool.
 
-    It gives no reward but those that tools in verl's form give.
+    Its only rewards are those of tools in verl's form.
     """
 
     def __init__(self, tools: Toolbox, who: str) -> None:
@@ -114,7 +114,7 @@ class ToolLoop(EnvironmentProgram[OpenToolbox]):
 
 
 class EnvironmentPool:
-    """Environments of one kind, made once and reset often. One whose episode failed or was cancelled is not reused.
+    """Pool of environments of one kind, which are reset for each episode. A failed or cancelled one is not reused.
 
     Example:
         >>> pool = EnvironmentPool(dict, "environment game.py:Game")
@@ -132,9 +132,10 @@ class EnvironmentPool:
 
     @contextmanager
     def one(self) -> Iterator[Any]:
-        """Lend an environment for the time of an episode; makes one where none is free."""
-        # A forked process would share the connections of what was made before with its siblings: it makes its own. Not
-        # by a hook at the fork: in a child that never comes here, destructors would close what its parent uses.
+        """Lend an environment for one episode; makes one if none is free."""
+        # A forked process would share the connections of earlier environments with its siblings, so it makes new ones.
+        # Not by a fork hook: in a child that never comes here, destructors would close connections that its parent
+        # uses.
         if self._process != os.getpid():
             self._process, self._free = os.getpid(), []
         if self._free:
@@ -143,12 +144,12 @@ class EnvironmentPool:
             with failing(f"{self._who}: making it"):
                 instance = self._make()
         yield instance
-        # Not in a finally: after an exception nobody knows what state it is in.
+        # Not in a finally: after an exception the environment's state is unknown.
         self._free.append(instance)
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[Any]:
-        """`one`, which closes an environment that is not used again."""
+        """Like `one`, but closes an environment that is not reused."""
         with self.one() as instance:
             try:
                 yield instance
@@ -157,13 +158,13 @@ class EnvironmentPool:
                 raise
 
     async def close(self) -> None:
-        """Close those that are not lent."""
-        # Not in a forked process: to close them there would close what the parent still uses.
+        """Close the environments that are not lent."""
+        # Not in a forked process: that would close connections that the parent still uses.
         while self._process == os.getpid() and self._free:
             await close(self._free.pop())
 
 
 async def close(environment: Any) -> None:
-    """Close an environment that has ``close()``. What that raises is printed: no episode depends on it."""
+    """Close an environment, if it has ``close()``. Exceptions are only printed: no episode depends on it."""
     if callable(closing := getattr(environment, "close", None)):
         await close_quietly(closing)

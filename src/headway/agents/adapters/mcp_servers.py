@@ -4,8 +4,8 @@ server = McpServer(McpServerSpec("search", command=("npx", "search-server")))
 server.load()                                       # asks for its tools, and leaves it again
 server.tools[0].schema                              # the server's own, as the model is told it
 
-A server is connected to at the first call: once in a process, or once in an episode with ``per_episode``. What ends or
-is late is left, and the next call connects anew; the episode whose call it was is run again.
+The first call connects to the server: once per process, or once per episode with ``per_episode``. A connection that
+ends or is late is dropped, and the next call connects anew; the episode of the failed call is run again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from mcp import Client
 
 CLOSE_TIMEOUT_S = 10.0
-"""Seconds for a connection to end; the SDK gives a server's process six of them."""
+"""Limit in seconds for closing a connection; the SDK gives a server's process 6 s of it."""
 MOST_PAGES = 100
-"""Most pages of a server's list of tools."""
+"""Maximum number of pages of a server's list of tools."""
 MISSING = (
     "agent.mcp needs the package mcp, 2 or later, which is not installed here; install it with: "
     "pip install 'headway[mcp]'"
@@ -56,23 +56,23 @@ def check_sdk() -> None:
 
 @dataclass(frozen=True, slots=True)
 class McpServerSpec:
-    """The user's choice of a server, as ``config/sections/agent_section.py`` has it."""
+    """Settings of one server, from ``config/sections/agent_section.py``."""
 
     name: str
     command: tuple[str, ...] = ()
-    """The command that starts it and speaks on its standard input and output; empty where there is a URL."""
+    """Command that starts the server, which speaks on standard input and output; empty if there is a URL."""
     env: Mapping[str, str] = field(default_factory=dict)
     url: str | None = None
-    """Its address, where it speaks over streamable HTTP."""
+    """Address of a server that speaks streamable HTTP; None if there is a command."""
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 30.0
     per_episode: bool = False
     tools: tuple[str, ...] | None = None
-    """The tools that are offered; None for all."""
+    """Names of the tools that are offered; None for all."""
 
     @property
     def who(self) -> str:
-        """The server in messages."""
+        """Name of the server in messages."""
         return f"agent.mcp.{self.name}"
 
     def resolved(self) -> McpServerSpec:
@@ -85,12 +85,12 @@ class McpServerSpec:
 
 
 class McpServer:
-    """A server's tools. Make one and `load` it where no event loop runs, or in any thread that may wait."""
+    """Tools of a server. `load` blocks: call it where no event loop runs, or in any thread that may wait."""
 
     gives_reward = False
 
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any] | None = None) -> None:
-        """``target``: what the SDK's client connects to, in place of the spec's command or URL."""
+        """``target``: connection that the SDK's client uses, in place of the spec's command or URL."""
         self.spec = spec
         self._target = target or partial(_transport, spec)
         self._shared = _McpLink(spec, self._target)
@@ -106,17 +106,17 @@ class McpServer:
         """
         check_sdk()
         others = threading.enumerate()
-        with ThreadPoolExecutor(1) as thread:  # the SDK needs a loop, and one may run here
+        with ThreadPoolExecutor(1) as thread:  # the SDK needs a loop, and this thread may run one
             try:
                 listed = thread.submit(asyncio.run, self._list()).result()
             except Unavailable as cause:
-                if self.spec.command:  # nothing that a later try would find otherwise
+                if self.spec.command:  # a command that fails now would fail later, too
                     raise UserCodeError(f"{cause}; what it printed is above, or in the workers' log") from cause
                 raise ProgramAway(f"{cause}; start the server, or correct {self.spec.who}.url") from cause
             except ProgramFailed as cause:
                 raise UserCodeError(str(cause)) from cause
         for watcher in threading.enumerate():
-            # asyncio's, for the end of a server's process; no thread may run where processes are forked next.
+            # asyncio's threads, which wait for a server's process to end: none may run when processes are forked next.
             if watcher not in others and watcher.name.startswith("waitpid-"):
                 watcher.join(CLOSE_TIMEOUT_S)
         names = [tool["name"] for tool in listed]
@@ -157,7 +157,7 @@ class McpServer:
 
 
 class _McpLink:
-    """A connection to a server, made when it is needed, and anew after it was lost."""
+    """Connection to a server, made at the first call, and again after it was lost."""
 
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:
         self._spec, self._target = spec, target
@@ -165,11 +165,11 @@ class _McpLink:
         self._opening = asyncio.Lock()
 
     async def call(self, tool: str, /, **arguments: Any) -> ToolResult:
-        """Call a tool of the server's. A call that it refuses becomes text for the model.
+        """Call a tool of the server. A refused call becomes text for the model.
 
         Raises:
-            Unavailable: the server is away, ended, or is late.
-            ProgramFailed: it answered with what MCP or its own output schema forbids, or with an image.
+            Unavailable: the server is away, has ended, or is late.
+            ProgramFailed: its answer violates MCP or its own output schema, or has an image.
         """
         doing = f"the call of its tool {tool!r}"
         try:
@@ -183,7 +183,7 @@ class _McpLink:
         """Ask for the name, description and parameters of each tool. Raises as `call` does."""
         found: list[dict[str, Any]] = []
         cursor: str | None = None
-        for _ in range(MOST_PAGES):  # a server may give further cursors for ever
+        for _ in range(MOST_PAGES):  # a server may return cursors without end
             try:
                 page = await self._answer(lambda client, at=cursor: client.list_tools(cursor=at), "its list of tools")
             except _CallRefused as refused:
@@ -199,18 +199,18 @@ class _McpLink:
 
     async def close(self) -> None:
         """End the connection, if there is one."""
-        # Taken out first: a call that comes while it ends opens another.
+        # Removed first: a call during the close opens another connection.
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
     async def _answer(self, ask: Callable[..., Any], doing: str) -> Any:
-        """Ask the server, and wait for its answer, its end, or the time-out."""
+        """Send a request, and wait for its answer, the end of the connection, or the time-out."""
         import mcp_types as types
         from mcp import MCPError
         from pydantic import ValidationError
 
-        # One at a time: calls side by side would each start a server.
+        # One at a time: concurrent calls would each start a server.
         async with self._opening:
             if self._connection is None or self._connection.lost:
                 connection = _McpConnection(self._spec, self._target)
@@ -220,7 +220,7 @@ class _McpLink:
         who, answered = self._spec.who, connection.answered
         call = asyncio.ensure_future(ask(connection.client))
         try:
-            # Not wait_for, which would cancel the call and raise its own error over the server's.
+            # Not wait_for: it would cancel the call, and its own error would hide the server's.
             await asyncio.wait(
                 {call, connection.holder}, timeout=self._spec.timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
@@ -256,7 +256,7 @@ class _McpLink:
 
 
 class _McpConnection:
-    """One connection, held open by a separate task: the SDK wants one task to open and close it."""
+    """One connection, held by a separate task: the SDK requires one task to open and close it."""
 
     client: Client
 
@@ -265,23 +265,23 @@ class _McpConnection:
         loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
         self._ready: asyncio.Future[None] = failure_ignored(loop.create_future())
-        """Done with the connection, or with why there is none."""
+        """Done when connected; has the exception if that failed."""
         self.answered = 0
         """Number of answers so far."""
-        # It belongs to no episode: not its context, by which workers tell whose code holds their loop.
+        # Without an episode's context, by which workers tell whose code holds their loop: it belongs to no episode.
         self.holder = loop.create_task(self._hold(), context=contextvars.Context())
 
     @property
     def lost(self) -> bool:
-        """True once the connection is over or ending."""
+        """True once the connection has ended or is ending."""
         return self.holder.done() or self._ending.is_set()
 
     def lose(self) -> None:
-        """Have it end, without waiting for that."""
+        """Start to close the connection, without waiting."""
         self._ending.set()
 
     async def open(self) -> None:
-        """Connect. Raises `Unavailable` for a server that is away, `ProgramFailed` for what is none."""
+        """Connect. Raises `Unavailable` if the server is away, `ProgramFailed` if it does not speak MCP."""
         spec = self._spec
         where = spec.url or " ".join(spec.command) or "it"
         try:
@@ -302,7 +302,7 @@ class _McpConnection:
         raise kind(f"{spec.who}: cannot connect to {where}: {_in_words(cause)}") from cause
 
     async def close(self) -> None:
-        """End it, and wait for that: for a server's process, too."""
+        """Close the connection, and wait until it and the server's process have ended."""
         self._ending.set()
         await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
         if not self.holder.done():
@@ -318,7 +318,7 @@ class _McpConnection:
                     self._ready.set_result(None)
                 await self._ending.wait()
         except (Exception, asyncio.CancelledError) as cause:
-            if not self._ready.done():  # `open` tells of it: an exception of this task would reach no caller
+            if not self._ready.done():  # `open` raises it: an exception of this task would reach no caller
                 self._ready.set_exception(cause)
 
 
@@ -327,11 +327,11 @@ class _CallRefused(Exception):
 
 
 def _is_lost(error: BaseException, text: str) -> bool:
-    """Tell whether the SDK says, by its codes and words, that the connection or the server's session is over."""
+    """Tell whether the SDK's code and text mean that the connection or the server's session is over."""
     import mcp_types as types
 
     code = getattr(error, "code", None)
-    # The code of a closed connection is also that of any error of a server's own: the SDK's words tell them apart.
+    # A closed connection and a server's own errors have the same code: only the SDK's text differs.
     closed = code == types.CONNECTION_CLOSED and "Connection closed" in text
     return (
         closed or code == types.REQUEST_TIMEOUT or text in ("Session terminated", "Server returned an error response")
@@ -339,14 +339,14 @@ def _is_lost(error: BaseException, text: str) -> bool:
 
 
 def _root(cause: BaseException) -> BaseException:
-    """The exception that a group of exceptions comes down to."""
+    """Return the exception at the bottom of nested exception groups."""
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     return cause
 
 
 def _in_words(cause: BaseException) -> str:
-    """Say what ``cause`` comes down to: of what does not fit MCP's schema which field, and what was expected."""
+    """Describe the root of ``cause``; for a schema of MCP's, the field that does not fit and what was expected."""
     from pydantic import ValidationError
 
     cause = _root(cause)
@@ -357,7 +357,7 @@ def _in_words(cause: BaseException) -> str:
 
 
 def _text_of(result: Any, who: str) -> str:
-    """Text of a call's result."""
+    """Return the text of a call's result."""
     texts = []
     for block in result.content:
         resource = getattr(block, "resource", None)
@@ -376,7 +376,7 @@ def _text_of(result: Any, who: str) -> str:
 
 @asynccontextmanager
 async def _transport(spec: McpServerSpec) -> AsyncIterator[Any]:
-    """The SDK's connection to the server of ``spec``."""
+    """Open the SDK's connection to the server of ``spec``."""
     for name in ("mcp.client.stdio", "mcp.client.streamable_http"):
         logging.getLogger(name).addFilter(_one_line)
     if spec.url is not None:
@@ -384,7 +384,7 @@ async def _transport(spec: McpServerSpec) -> AsyncIterator[Any]:
         from mcp.client.streamable_http import streamable_http_client
 
         headers = {name: _filled_in(value, f"{spec.who}.headers") for name, value in spec.headers.items()}
-        # How long an answer may take is bounded by `timeout_s`, for which the call is waited for.
+        # `timeout_s` bounds each answer: the call is awaited for so long.
         async with (
             httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(spec.timeout_s, read=None)) as client,
             streamable_http_client(spec.url, http_client=client) as streams,
@@ -405,7 +405,7 @@ async def _transport(spec: McpServerSpec) -> AsyncIterator[Any]:
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Keep the SDK from printing tracebacks, as it does for each line of a server that is not MCP."""
+    """Keep the SDK from printing tracebacks: it prints one for each line of a server that does not speak MCP."""
     if record.exc_info and (cause := record.exc_info[1]) is not None:
         said = " ".join(said_by(cause).split())
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {cut(said, 300)}", (), None
@@ -413,7 +413,7 @@ def _one_line(record: logging.LogRecord) -> bool:
 
 
 def _filled_in(value: str, where: str) -> str:
-    """``value`` with ``$NAME`` replaced by that variable of this process's environment."""
+    """Return ``value`` with ``$NAME`` replaced by that environment variable of this process."""
     try:
         return string.Template(value).substitute(os.environ)
     except (KeyError, ValueError) as cause:

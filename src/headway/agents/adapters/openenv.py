@@ -1,11 +1,11 @@
-"""Environments of OpenEnv, by the address of their server: each episode is one WebSocket.
+"""Environments behind an OpenEnv server: each episode is one WebSocket.
 
     ▶ {"type": "reset", "data": {"seed": …, "episode_id": …, column: …}}       ◀ {"type": "observation", "data":
     ▶ {"type": "step", "data": {"guess": "7"}}                                     {"observation": {…}, "reward": 1.0,
     ▶ {"type": "close"}                                                            "done": true}}, or an "error"
 
-Read from openenv 0.10 (``core/env_server/http_server.py``, ``serialization.py``): a connection has an environment of
-its own, and ``/schema`` describes actions.
+Follows openenv 0.10 (``core/env_server/http_server.py``, ``serialization.py``): each connection has its own
+environment, and ``/schema`` describes actions.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession, ClientWebSocketResponse
 
 MOST_BYTES = 100 << 20
-"""Most bytes of a message, as OpenEnv's own client has it."""
+"""Maximum number of bytes of a message, as in OpenEnv's own client."""
 FULL_WAIT_S = 0.5
-"""Seconds before a server is asked again that has as many sessions as it takes."""
+"""Seconds before a full server is asked again."""
 NOT_TEXT = ("done", "reward", "metadata")
-"""Fields of every observation that are not for the model."""
+"""Fields of every observation that are not shown to the model."""
 PARAMS = ("action_field", "observation_field", "timeout_s")
 
 
 @dataclass(slots=True)
 class _OpenEnvEpisode:
-    """A connection, and what its environment said when it was reset."""
+    """A connection, and the first observation of its environment."""
 
     socket: ClientWebSocketResponse
     first: Mapping[str, Any]
@@ -47,17 +47,17 @@ class _OpenEnvEpisode:
 
 
 class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
-    """An environment behind a server of OpenEnv's. Actions are the model's text, observations the user's messages.
+    """An environment behind an OpenEnv server. Actions are the model's text, observations the user's messages.
 
-    The text is the action's one required field where that is text; else it has to be the action as a JSON object. The
-    reward of a step is that of the turn before it.
+    The text fills the action's only required field if that field is text; otherwise the text must be the action as a
+    JSON object. The reward of a step goes to the turn before it.
     """
 
     def __init__(self, url: str, who: str, params: Mapping[str, Any]) -> None:
         """
         Raises:
-            UserCodeError: the parameters are not these, or the server is none of OpenEnv's.
-            ProgramAway: the server is away for a time.
+            UserCodeError: a parameter is unknown or does not fit, or the server is not OpenEnv's.
+            ProgramAway: the server is temporarily away.
         """
         if unknown := sorted(set(params) - set(PARAMS)):
             raise UserCodeError(f"{who}: it takes no agent.params.{unknown[0]}; there are {', '.join(PARAMS)}")
@@ -65,7 +65,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
         self._timeout_s = number(params.get("timeout_s", 30.0), f"{who}: agent.params.timeout_s")
         self._action_field: str | None = params.get("action_field")
         self._observation_field: str | None = params.get("observation_field")
-        with ThreadPoolExecutor(1) as thread:  # a loop may run here
+        with ThreadPoolExecutor(1) as thread:  # this thread may run a loop
             schema = thread.submit(asyncio.run, self._schema()).result()
         if self._action_field is None:
             self._action_field = text_field(schema)
@@ -76,7 +76,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
 
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[_OpenEnvEpisode]:
-        """Open a connection, whose environment has been reset. Waits for a server that is full."""
+        """Open a connection and reset its environment. Waits while the server is full."""
         until = asyncio.get_running_loop().time() + self._timeout_s
         async with self._session() as session:
             socket, first = await self._connected(session), None
@@ -87,7 +87,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
                     except _Full:
                         if asyncio.get_running_loop().time() > until:
                             raise
-                        # A full server answers the reset, and keeps the connection: it has to be made anew.
+                        # A full server answers the reset but keeps the connection open: a new one is needed.
                         await socket.close()
                         await asyncio.sleep(FULL_WAIT_S)
                         socket = await self._connected(session)
@@ -153,7 +153,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
         from aiohttp import WSMsgType
 
         doing = f"{self.who}: {kind}"
-        with suppress(ConnectionError):  # whoever closes the connection may have said why before
+        with suppress(ConnectionError):  # a peer that closes the connection may have said why before
             await socket.send_str(json.dumps({"type": kind, "data": dict(data)}, default=str))
         with failing(f"{doing} within {self._timeout_s:g} s (agent.params.timeout_s)"):
             async with asyncio.timeout(self._timeout_s):
@@ -201,15 +201,15 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
                         self._url, max_msg_size=MOST_BYTES, timeout=ClientWSTimeout(ws_close=5.0)
                     )
             except WSServerHandshakeError as cause:
-                # 429 is a full server: taken for a refusal, it failed the episode, which is now tried again.
+                # 429 means a full server. Taken for a refusal it failed the episode; now the episode is run again.
                 if cause.status < 500 and cause.status != 429:
                     raise
                 raise ConnectionError(f"the server answers with status {cause.status}") from cause
 
     async def _schema(self) -> Mapping[str, Any]:
-        """The JSON schema of actions; empty where the server does not tell."""
+        """Return the JSON schema of actions; empty if the server does not give it."""
         parts = urlsplit(self._url)
-        # [:-3]: without the /ws that `web_socket` has put there.
+        # [:-3]: without the /ws that `web_socket` appended.
         url = urlunsplit(
             ("https" if parts.scheme == "wss" else "http", parts.netloc, f"{parts.path[:-3]}/schema", "", "")
         )
@@ -230,15 +230,15 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
 
 
 class _BadAction(Exception):
-    """Exception for an action of the model's that is none; its message is for the model."""
+    """Exception for an invalid action of the model; its message is for the model."""
 
 
 class _Full(ProgramAway):
-    """Error for a server that takes no further session for now."""
+    """Error for a server that takes no further session now."""
 
 
 def web_socket(url: str) -> str:
-    """The address of a server's WebSocket: ``http://host:8000`` has it at ``ws://host:8000/ws``."""
+    """Return the address of a server's WebSocket: ``ws://host:8000/ws`` for ``http://host:8000``."""
     parts = urlsplit(url)
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
     path = parts.path.rstrip("/")
@@ -246,7 +246,7 @@ def web_socket(url: str) -> str:
 
 
 def text_field(schema: Mapping[str, Any]) -> str | None:
-    """The action's one required field where that is text; None otherwise, when an action is a JSON object."""
+    """Return the action's only required field if it is text; else None: an action is then a JSON object."""
     required = [name for name in schema.get("required") or () if name not in NOT_TEXT]
     if len(required) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Loading of programs: the user's code by its spec, and the form that it has.
+"""Loading of programs: imports the user's code by its spec, and recognises its form.
 
 loaded = ProgramSpec(environment="game.py:Game").load()       # in a process for user code
 loaded.is_async                                               # shares an event loop, or has the process for itself
@@ -12,8 +12,8 @@ end = await loaded.serve(start, ask)                          # one episode; ask
 | Gymnasium and GEM | ``reset`` that takes a seed, and ``step`` |
 | OpenEnv | the address of a server |
 
-An environment is a class, or a function that makes one. The function is called once to see the form of what it makes,
-unless it has a parameter ``extras``, which makes it one of SkyRL-gym.
+An environment is a class, or a function that makes one. Such a function is called once, to see the form of its result;
+with a parameter ``extras`` it is not called, and is of SkyRL-gym's form.
 """
 
 from __future__ import annotations
@@ -45,31 +45,30 @@ _GYMS = ("gymnasium", "gem", "gym")
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """The user's choice of a program, as ``config/sections/agent_section.py`` has it. Pickles, and is loaded where
-    user code runs."""
+    """Choice of a program, from ``config/sections/agent_section.py``. Pickles, and is loaded where user code runs."""
 
     tools: tuple[str, ...] = ()
     environment: str | None = None
     program: str | None = None
     agent: str | None = None
     command: tuple[str, ...] = ()
-    """The command of an agent that is one."""
+    """Command of an agent; empty for other programs."""
     directory: str | None = None
-    """The directory that commands are run in, where it is there."""
+    """Directory in which commands are run, if it exists."""
     model_path: str | None = None
-    """Folder of the policy's tokenizer, for programs that work on token ids; None where there is none yet."""
+    """Folder of the policy's tokenizer, for programs that work on token ids; None if it does not exist yet."""
     prompt_length: int = 0
-    """The run's ``data.max_prompt_length``, which agent loops of verl's form are told."""
+    """The run's ``data.max_prompt_length``, for agent loops of verl's form."""
     mcp: tuple[McpServerSpec, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int | None = None
-    """The run's ``agent.max_turns``, which SkyRL-gym's environments are told."""
+    """The run's ``agent.max_turns``, for SkyRL-gym's environments."""
     sandbox: SandboxSpec = field(default_factory=SandboxSpec)
     """The sandbox of the tool ``python``."""
 
     @property
     def shown(self) -> str:
-        """The program in messages: ``environment game.py:Game``."""
+        """Name of the program in messages: ``environment game.py:Game``."""
         for kind, spec in (("environment", self.environment), ("program", self.program), ("agent", self.agent)):
             if spec is not None:
                 return f"{kind} {_short(spec)}"
@@ -79,10 +78,10 @@ class ProgramSpec:
 
     @property
     def waits_s(self) -> float:
-        """Seconds for which loading may wait for servers, which say themselves that they are late."""
+        """Seconds that loading may wait for servers, whose own limits end the wait."""
         given = self.params.get("timeout_s", 30.0)
         there = self.environment is not None and names_a_server(self.environment) and isinstance(given, int | float)
-        # Until a server of tools is there, for its tools, and for its end.
+        # For each tool server: to connect to it, to list its tools, and to close it.
         waits = [2 * server.timeout_s + 2 * CLOSE_TIMEOUT_S for server in self.mcp]
         return sum(waits) + (float(given) if there else 0.0)
 
@@ -102,8 +101,8 @@ class ProgramSpec:
         """Import the user's code and recognise its form.
 
         Raises:
-            UserCodeError: the code does not import, has none of the forms, or does not go with what else there is.
-            ProgramAway: a function that makes the environment met something that is away for a time.
+            UserCodeError: the code does not import, has none of the forms, or does not fit the other settings.
+            ProgramAway: something that the environment's function needs is temporarily away.
         """
         with beforehand():
             return _load(self)
@@ -131,11 +130,11 @@ def _load(spec: ProgramSpec) -> Program:
 
 
 def load_toolbox(spec: ProgramSpec) -> Toolbox:
-    """The tools of ``spec``: functions and objects of the user's, and those of MCP servers, which are asked for them.
+    """Return the tools of ``spec``: the user's functions and objects, and those that MCP servers list.
 
     Raises:
         ConfigError: this machine has no such sandbox.
-        UserCodeError: they cannot be loaded, a server has none, or two have one name.
+        UserCodeError: a tool cannot be loaded, a server has none, or two tools have the same name.
         ProgramAway: a server is away for a time.
     """
     servers = [McpServer(server) for server in spec.mcp]
@@ -165,12 +164,12 @@ def _environment(spec: ProgramSpec, found: Any) -> Program:
 
 
 def _recognised(spec: ProgramSpec, instances: EnvironmentPool, kind: type, environment: Any) -> Program:
-    """The program of an environment's class; ``environment`` is one of it, or the class again."""
+    """Return the program of an environment's class. ``environment``: an instance of it, or the class itself."""
 
     def has(name: str) -> bool:
         return callable(getattr(environment, name, None))
 
-    # A subclass of theirs is meant as one, though it may have get_reward() as well.
+    # A subclass of a gym's class is an environment of that gym, even with get_reward().
     theirs = any(base.__module__.partition(".")[0] in _GYMS for base in kind.__mro__)
     if has("reset") and has("step") and (theirs or not (has("get_reward") or _step_is_a_tool(environment))):
         _refuse_tools(spec)
@@ -188,7 +187,7 @@ def _recognised(spec: ProgramSpec, instances: EnvironmentPool, kind: type, envir
 
 
 def _step_is_a_tool(environment: Any) -> bool:
-    """Tell a tool that is named step from Gymnasium's: it returns text, and ``reset`` names no seed."""
+    """Tell whether ``step`` is a tool and not Gymnasium's: it returns text, and ``reset`` names no seed."""
     returns = getattr(environment.step, "__annotations__", {}).get("return")
     return returns in (str, "str") and "seed" not in Parameters.of(environment.reset).named
 
@@ -208,12 +207,12 @@ def _refuse_tools(spec: ProgramSpec) -> None:
 
 
 def _given_tools(spec: ProgramSpec) -> str:
-    """The keys that give tools, for messages."""
+    """Return the keys that give tools, for messages."""
     return " and ".join(key for key, value in (("agent.tools", spec.tools), ("agent.mcp", spec.mcp)) if value)
 
 
 def _resolved(spec: str) -> str:
-    """``spec`` with an absolute path, where it names a file."""
+    """Return ``spec`` with an absolute path if it names a file."""
     if ":" in spec or spec == PYTHON:
         return resolve_spec(spec)
     return str(Path(spec).expanduser().resolve())
@@ -227,12 +226,12 @@ def _short(spec: str) -> str:
 
 
 def load_tools(specs: Sequence[str], sandbox: SandboxSpec | None = None) -> list[Tool | ToolSource]:
-    """The tools of ``specs``, each ``file.py:function``, a class or an object in verl's form, or verl's ``tools.yaml``;
-    or ``python``, whose code runs in ``sandbox``.
+    """Return the tools of ``specs``: each is ``file.py:function``, a class or an object in verl's form, verl's
+    ``tools.yaml``, or ``python``, whose code runs in ``sandbox``.
 
     Raises:
         ConfigError: this machine has no such sandbox.
-        UserCodeError: a file or function that does not load, or a function that no tool can be made of.
+        UserCodeError: a file or function does not load, or a function cannot become a tool.
     """
     tools: list[Tool | ToolSource] = []
     for spec in specs:

@@ -1,5 +1,5 @@
-"""Programs of the user's own, ``async def run(row, chat)`` or a class that has it; and agents: user code that asks for
-turns over HTTP, at the endpoint of its episode worker, by its own client.
+"""Programs that are the user's own, ``async def run(row, chat)`` or a class with ``run``; and agents: user code that
+asks for turns over HTTP, at the endpoint of its episode worker, by its own client.
 
 async def run(row, base_url, api_key):                      # or def run(…), which has a process for each episode
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
@@ -45,14 +45,14 @@ EXPECTED = "a program is async def run(row, chat), or a class or an object that 
 class UsersRun:
     """The user's ``run``: a function, or a method of an object or a class.
 
-    Of a class each episode has a new object, made with ``agent.params``; a function is called with them.
+    A class gets a new object for each episode, made with ``agent.params``; a function is called with these.
     """
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any], expected: str) -> None:
-        """``expected``: what is expected, for people.
+        """``expected``: description of what ``found`` should be, for messages.
 
         Raises:
-            UserCodeError: ``found`` is nothing of the kind.
+            UserCodeError: ``found`` is none of these.
         """
         self._who, self._params = who, dict(params)
         self._make: Callable[..., Any] | None = found if inspect.isclass(found) else None
@@ -61,20 +61,20 @@ class UsersRun:
             raise UserCodeError(f"{who}: it is {_kind(found)} without run; {expected}")
         self._run: Callable[..., Any] = run
         self.given = self._params if self._make is None else {}
-        """Arguments that it is called with in every episode."""
+        """Arguments of every call; empty for a class."""
         self.parameters = Parameters.of(run)
         self.name = str(getattr(run, "__qualname__", type(run).__name__))
         inner = innermost(run)
         if inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
             raise UserCodeError(f"{who}: it yields, and so returns no reward; return the episode's reward instead")
         self.is_async = are_coroutines(run)
-        """It blocks no event loop."""
+        """True if ``run`` is a coroutine function, so that it does not block the event loop."""
 
     def check(self, *positional: str, names: Sequence[str] = ()) -> None:
-        """Check that it can be called with arguments ``positional``, and with those of ``names`` by their names.
+        """Check that ``run`` takes arguments ``positional`` by position, and those of ``names`` by name.
 
         Raises:
-            UserCodeError: it cannot; says what it takes and what it is given.
+            UserCodeError: it does not; says what it takes and what it is given.
         """
         before = () if self._make is None else ("self",)
         check_call(self._who, self._run, (*before, *positional), params={**dict.fromkeys(names), **self.given})
@@ -82,7 +82,7 @@ class UsersRun:
             check_call(self._who, self._make, (), params=self._params)
 
     def of_an_episode(self) -> Callable[..., Any]:
-        """The function of one episode."""
+        """Return the function to call in one episode."""
         if self._make is None:
             return functools.partial(self._run, **self.given)
         run: Callable[..., Any] = self._make(**self._params).run
@@ -90,7 +90,7 @@ class UsersRun:
 
 
 class OwnProgram(Program):
-    """A program of the user's own, `UsersRun`."""
+    """Program that is the user's own function or class (`UsersRun`)."""
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
         self.who, self._run = who, UsersRun(found, who, params, EXPECTED)
@@ -109,7 +109,7 @@ def end_of(value: Any, who: str, expected: str = RETURNS) -> EpisodeEnd:
     """Return the end of an episode whose program returned ``value``.
 
     Raises:
-        ProgramFailed: it is none of what is ``expected``.
+        ProgramFailed: ``value`` is not as ``expected``.
     """
     episode, turns = plain(value), None
     if isinstance(episode, list):
@@ -132,15 +132,15 @@ def _kind(found: Any) -> str:
 
 AGENT_EXPECTED = "an agent is async def run(row, base_url, api_key), or a class or an object that has it"
 _GIVEN = ("base_url", "api_key", "http_client", "model", "tokenizer", "seed")
-"""Arguments that an agent gets by their names, where it has parameters of these."""
+"""Arguments that an agent gets by name, if it has parameters of these names."""
 _GIVEN_TO_ALL = ("base_url", "api_key", "http_client")
-"""Those of them that an agent gets as ``**kwargs``, as AReaL gives them."""
+"""Arguments that an agent also gets as ``**kwargs``, as AReaL gives them."""
 
 
 class AgentProgram(Program):
     """An agent in Python: a function of the row, or AReaL's form, an object with ``run(data, **kwargs)``.
 
-    What it returns is the episode's reward, as of programs, or rewards by the ids of answers.
+    It returns the episode's reward, as programs do, or rewards by the ids of answers.
     """
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
@@ -172,10 +172,10 @@ class AgentProgram(Program):
 
     @asynccontextmanager
     async def _http_client(self) -> AsyncIterator[Any]:
-        """A client that OpenAI's takes as ``http_client``, of one episode: its agent may close it. None where the agent
-        has no parameter for it, or there is no such package.
+        """Yield an HTTP client of one episode, for OpenAI's argument ``http_client``; the agent may close it. None if
+        the agent has no parameter for it, or the package is missing.
 
-        What takes a tenth of a second to make, the context for TLS, is the process's.
+        The context for TLS is shared by the process: it takes a tenth of a second to make.
         """
         if "http_client" not in self._names or find_spec("openai") is None:
             yield None
@@ -192,7 +192,7 @@ class AgentProgram(Program):
 
 
 def accessed(start: EpisodeStart) -> Access:
-    """The way to the policy. Raises `ProgramFailed` where there is no endpoint."""
+    """Return the agent's access to the policy. Raises `ProgramFailed` if there is no endpoint."""
     if start.access is None:
         raise ProgramFailed(
             "an agent needs an endpoint, and its episode worker has none; it was hosted as another program"
@@ -201,7 +201,7 @@ def accessed(start: EpisodeStart) -> Access:
 
 
 def _end(value: Any, who: str, tag: str) -> EpisodeEnd:
-    """The end of an episode whose agent returned ``value``."""
+    """Return the end of an episode whose agent returned ``value``."""
     if not isinstance(value, Mapping):
         end = end_of(value, who, f"{RETURNS}, or a dict of numbers by the ids of answers")
         return replace(end, turn_rewards=(), answer_rewards=end.turn_rewards) if end.turn_rewards else end
@@ -212,7 +212,7 @@ def _end(value: Any, who: str, tag: str) -> EpisodeEnd:
 
 
 def _turn_of(id: Any, who: str, tag: str) -> int:
-    """The number of the turn with the answer ``id``, such as ``chatcmpl-3-8d0c``, of which the last part is ``tag``."""
+    """Return the number of the turn with the answer ``id``, such as ``chatcmpl-3-8d0c``, which ends with ``tag``."""
     parts = str(id).split("-")
     if len(parts) < 3 or not parts[-2].isdecimal() or parts[-1] != tag:
         raise ProgramFailed(
@@ -226,10 +226,10 @@ EXPECTED_LINE = 'expected a number, or an object with one, such as {"reward": 1.
 
 
 class CommandProgram(Program):
-    """A command, which is run for each episode."""
+    """Program that runs a command for each episode."""
 
     def __init__(self, command: Sequence[str], who: str, directory: str | None) -> None:
-        """``directory``: where the command is run, if it is there."""
+        """``directory``: working directory of the command, if it exists."""
         self._command, self.who = list(command), who
         self._directory = directory if directory is not None and Path(directory).is_dir() else None
         program = self._command[0]
@@ -248,7 +248,7 @@ class CommandProgram(Program):
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=self._directory,
-            start_new_session=True,  # so that what it starts ends with it
+            start_new_session=True,  # so that its child processes end with it
             env={
                 **os.environ,
                 "PATH": path_of_commands(),
@@ -265,7 +265,7 @@ class CommandProgram(Program):
         process = asyncio.subprocess.Process(transport, protocol, loop)
         try:
             assert process.stdin and process.stdout and process.stderr, "they were asked for"
-            # Side by side: a command waits at a full pipe while the other one is read.
+            # Concurrently: a command blocks on a full pipe while only the other one is read.
             output, errors, _ = await asyncio.gather(
                 tail_of(process.stdout),
                 tail_of(process.stderr, 300, copied_to=sys.stderr),
@@ -293,7 +293,7 @@ class CommandProgram(Program):
 
 
 class _CommandCleanup(asyncio.subprocess.SubprocessStreamProtocol):
-    """Ends what a command has left behind once it ends itself: while that holds its output, the output has no end."""
+    """Protocol that kills what a command left behind when it ends: while that holds the output, it has no end."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -302,20 +302,20 @@ class _CommandCleanup(asyncio.subprocess.SubprocessStreamProtocol):
 
     def process_exited(self) -> None:
         with suppress(ProcessLookupError):
-            # Before the base class, which waits for the pipes' ends: what is left of the group holds them.
+            # Before the base class, which waits for the pipes' ends: leftover processes of the group hold them.
             os.killpg(self._group, signal.SIGKILL)
         super().process_exited()
 
 
 async def _written(stdin: asyncio.StreamWriter, start: EpisodeStart) -> None:
-    with suppress(ConnectionError):  # a command may read nothing
+    with suppress(ConnectionError):  # a command need not read its input
         stdin.write(json.dumps(start.with_prompt(), default=str).encode() + b"\n")
         await stdin.drain()
     stdin.close()
 
 
 async def tail_of(output: asyncio.StreamReader, most: int = 2**20, copied_to: TextIO | None = None) -> bytes:
-    """Read to the end; return the last ``most`` bytes. ``copied_to``: a stream that is to have all of it."""
+    """Read to the end; return the last ``most`` bytes. ``copied_to``: a stream that gets all of it."""
     last = b""
     while printed := await output.read(2**16):
         if copied_to is not None:

@@ -7,8 +7,8 @@ class Loop:                                                    # as verl's Agent
         said = await self.server_manager.generate(request_id="0", prompt_ids=ids, sampling_params=sampling_params)
         return AgentLoopOutput(prompt_ids=ids, response_ids=said.token_ids, response_mask=[1] * len(said.token_ids), …)
 
-What is trained are the turns that ``generate`` made, with the engine's own log-probs and versions; of the output only
-the reward and numbers are used, and it is checked that what it says was sampled was.
+Training uses the turns that ``generate`` made, with the engine's own log-probs and versions. Of the output only the
+reward and the numbers are used. The tokens that it marks as sampled are checked against the turns.
 
 Tools in the form of verl: objects with ``create``, ``execute``, ``calc_reward`` and ``release``.
 
@@ -19,9 +19,9 @@ class Checks:                                            # or a subclass of verl
     async def calc_reward(self, instance_id, **kwargs): return 0.5
     async def release(self, instance_id, **kwargs): ...
 
-Read from verl's ``tools/base_tool.py``, ``tools/schemas.py`` and ``experimental/agent_loop/tool_agent_loop.py`` of
-January 2026, which make an instance for each call, and from its earlier rollouts, which make one for each episode: so
-it is here. Only ``execute`` has to be there. Nothing of verl is imported.
+Follows verl's ``tools/base_tool.py``, ``tools/schemas.py`` and ``experimental/agent_loop/tool_agent_loop.py`` of
+January 2026, which make an instance for each call, and its earlier rollouts, which make one for each episode, as here.
+Only ``execute`` is required. Nothing of verl is imported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ServerManager:
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self.sampled: list[int] = []
-        """All tokens that were sampled, in the order in which turns ended."""
+        """All sampled tokens, in the order in which turns ended."""
 
     async def generate(
         self,
@@ -81,12 +81,12 @@ class ServerManager:
         video_data: Any = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Have the policy continue ``prompt_ids`` [P]. Of ``sampling_params`` only limits hold: ``max_tokens`` (or
+        """Let the policy continue ``prompt_ids`` [P]. Of ``sampling_params`` only limits apply: ``max_tokens`` (or
         ``max_new_tokens``), ``stop`` and ``stop_token_ids``; the distribution is the run's.
 
         Raises:
             EpisodeOver: a limit has ended the episode.
-            ProgramFailed: there are images or videos, or more that ends a turn than is looked for.
+            ProgramFailed: there are images or videos, or too many stop strings or stop tokens.
         """
         if image_data or video_data:
             raise ProgramFailed("server_manager.generate() was given images or videos, and the policy reads text alone")
@@ -112,8 +112,8 @@ class VerlLoop(Program):
         """Make the program of the loop ``found``, a class.
 
         Args:
-            model_path: folder of the policy's tokenizer; None where the model is not there yet.
-            prompt_length: most tokens of a prompt.
+            model_path: folder of the policy's tokenizer; None if the model does not exist yet.
+            prompt_length: maximum number of tokens of a prompt.
         """
         self._found, self.who, self._params, self._prompt_length = found, who, dict(params), prompt_length
         run = found.run
@@ -158,13 +158,13 @@ class VerlLoop(Program):
         return loop
 
     def _check(self, output: Any, sampled: Sequence[int]) -> None:
-        """Check that ``output`` has verl's fields, and that the tokens of its mask were sampled, in this order."""
+        """Check that ``output`` has verl's fields, and that the tokens with mask 1 were sampled, in this order."""
         ids, mask = _field(output, "response_ids"), _field(output, "response_mask")
         if ids is None or mask is None or len(ids) != len(mask):
             raise ProgramFailed(f"{self.who}: run() returned {shown(output)}, {EXPECTED}")
         left = iter(sampled)
         for at, (id, is_sampled) in enumerate(zip(ids, mask, strict=True)):
-            if is_sampled and int(id) not in left:  # takes what comes before from `left`, too
+            if is_sampled and int(id) not in left:  # `in` also consumes the earlier tokens of `left`
                 raise ProgramFailed(
                     f"{self.who}: response_mask is 1 at token {at} of response_ids ({int(id)}), which was not "
                     "sampled there; give the ids that server_manager.generate() returned, and mask 0 for all others"
@@ -178,9 +178,9 @@ def is_verl_loop(found: Any) -> bool:
 
 
 def _config(prompt_length: int, most_tokens: int, template_kwargs: Mapping[str, Any]) -> Any:
-    """The parts of verl's configuration that agent loops read, as far as they mean something here.
+    """Return the parts of verl's configuration that agent loops read, as far as they apply here.
 
-    verl's response is all that follows the prompt, in all turns: what tools said, too.
+    verl's response is everything after the prompt, in all turns, with the tools' results.
     """
     from omegaconf import OmegaConf
 
@@ -205,7 +205,7 @@ def _field(output: Any, name: str) -> Any:
 
 
 def _numbers(metrics: Any) -> Iterator[tuple[str, float]]:
-    """The finite numbers of ``metrics`` by name. Other values, which have no mean, are left out."""
+    """Yield the finite numbers of ``metrics`` by name. Other values, which have no mean, are left out."""
     dump: Callable[[], Any] | None = getattr(metrics, "model_dump", None)
     plain = metrics if isinstance(metrics, Mapping) else dump() if dump is not None else {}
     for name, value in plain.items():
@@ -235,16 +235,16 @@ class Attributes(dict[str, Any]):
 
 
 class VerlTool:
-    """A tool object of verl's, which serves all episodes of its process, each by an instance id."""
+    """A tool object in verl's form. It serves all episodes of its process, each by an instance id."""
 
     gives_reward = True
 
     def __init__(self, of: Any, who: str) -> None:
-        """Make the tool of the object ``of``, which messages name ``who``. Raises `UserCodeError` without a schema."""
+        """Make the tool of the object ``of``, called ``who`` in messages. Raises `UserCodeError` without a schema."""
         self.object, self.who = of, who
         schema = _schema_of(of, who)
         self.name: str = schema["function"]["name"]
-        # All four: one that blocks holds the event loop, whichever it is.
+        # All four methods: any of them that blocks holds the event loop.
         methods = [getattr(of, name, None) for name in ("create", "execute", "calc_reward", "release")]
         blocks = not are_coroutines(*[method for method in methods if method is not None])
         self.tools: Sequence[Tool] = (Tool(self.name, schema, of.execute, blocks=blocks, origin=who),)
@@ -290,7 +290,7 @@ class _Instance:
             return id
         kwargs = self._given("create_kwargs")
         takes = Parameters.of(create)
-        # verl's tools take these one by one, or all of them in create_kwargs, or in either way.
+        # verl's tools take these as single arguments, all in create_kwargs, or either way.
         if kwargs and ("create_kwargs" in takes.named or takes.takes_all):
             kwargs = takes.given({**kwargs, "create_kwargs": dict(kwargs)})
         with failing(f"{self._tool.who}: create()"):
@@ -300,13 +300,13 @@ class _Instance:
 
     async def end(self) -> EpisodeEnd:
         calc_reward = getattr(self._tool.object, "calc_reward", None)
-        if self._id is None:  # never called: worth 0, and no reason to call its methods
+        if self._id is None:  # never called: its reward is 0, and its methods need no call
             return EpisodeEnd(reward=0.0)
         if calc_reward is None:
             return EpisodeEnd(metrics=self._metrics)
         with failing(f"{self._tool.who}: calc_reward()"):
             value = await called(calc_reward, self._id, **self._given("calc_reward_kwargs"))
-        if value is None or (isinstance(value, str | list | tuple | dict) and not value):  # as those without one return
+        if value is None or (isinstance(value, str | list | tuple | dict) and not value):  # as those without a reward
             return EpisodeEnd(metrics=self._metrics)
         return EpisodeEnd(number(value, f"{self._tool.who}: what calc_reward() returned"), metrics=self._metrics)
 
@@ -316,7 +316,7 @@ class _Instance:
             await called(release, self._id, **self._given("release_kwargs"))
 
     def _given(self, name: str) -> dict[str, Any]:
-        """Arguments that the row has for this tool."""
+        """Return the arguments ``name``, such as ``create_kwargs``, that the row has for this tool."""
         given = self._kwargs.get(name) or {}
         if not isinstance(given, Mapping):
             raise ProgramFailed(f"{self._tool.who}: the row has {shown(given)} for its {name}, expected a dict")
@@ -331,7 +331,7 @@ def is_tool_object(found: Any) -> bool:
 def make_verl_tool(
     found: Any, who: str, config: Mapping[str, Any] | None = None, schema: Mapping[str, Any] | None = None
 ) -> VerlTool:
-    """The tool of a class, constructed as verl does it, or of an object; messages name it ``who``.
+    """Return the tool of a class, constructed as verl does it, or of an object; ``who`` names it in messages.
 
     Raises:
         UserCodeError: the constructor raises, or there is no schema.
@@ -339,7 +339,7 @@ def make_verl_tool(
     if not inspect.isclass(found):
         return VerlTool(found, who)
     arguments = {"config": dict(config or {}), "tool_schema": None if schema is None else _attributes(schema)}
-    arguments = Parameters.of(found).given(arguments)  # a class that stands alone may take nothing
+    arguments = Parameters.of(found).given(arguments)  # a class without verl's base may take no arguments
     with boundary(f"{who}: making it, as {found.__name__}(config={{…}}, tool_schema=…)", UserCodeError):
         made: Any = found(**arguments)
     if schema is not None and getattr(made, "tool_schema", None) is None:
@@ -348,10 +348,10 @@ def make_verl_tool(
 
 
 def load_tool_config(path: str) -> list[VerlTool]:
-    """The tools of verl's ``tools.yaml``: ``tools: [{class_name, config, tool_schema}]``.
+    """Return the tools of verl's ``tools.yaml``: ``tools: [{class_name, config, tool_schema}]``.
 
     Raises:
-        UserCodeError: the file cannot be read, or has something else; a class is not found or cannot be made.
+        UserCodeError: the file cannot be read or has another form; a class is not found or cannot be made.
     """
     from omegaconf import OmegaConf  # as verl reads it, with its interpolations
 
@@ -388,7 +388,7 @@ def _class_of(name: str, path: Path, who: str) -> Any:
 
 
 def _schema_of(of: Any, who: str) -> dict[str, Any]:
-    """A tool's schema as plain data, without what was left unset, as verl shows it to models."""
+    """Return a tool's schema as plain data, without unset fields, as verl shows it to models."""
     schema = getattr(of, "tool_schema", None)
     if schema is None and callable(getattr(of, "get_openai_tool_schema", None)):
         with boundary(f"{who}: get_openai_tool_schema()", UserCodeError):
@@ -402,7 +402,7 @@ def _schema_of(of: Any, who: str) -> dict[str, Any]:
 
 
 def _kwargs_of(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The row's ``tools_kwargs[NAME]``: of the column ``tools_kwargs``, or of ``extra_info``."""
+    """Return the row's ``tools_kwargs[NAME]``, from the column ``tools_kwargs`` or from ``extra_info``."""
     extra = row.get("extra_info")
     given = row.get("tools_kwargs") or (extra.get("tools_kwargs") if isinstance(extra, Mapping) else None)
     mine = given.get(name) if isinstance(given, Mapping) else None

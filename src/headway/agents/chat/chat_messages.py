@@ -1,4 +1,4 @@
-"""Chat messages: what programs give, made plain; what they are compared by; and marks that show where an answer ends.
+"""Chat messages: plain copies, keys for comparison, and marks that show where an answer ends.
 
 messages = plain_messages([{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}], "name": None}])
 assert messages == [{"role": "user", "content": "2 + 2?"}]
@@ -18,18 +18,18 @@ from headway.agents.interface.program_messages import Message, finite, message_p
 from headway.errors import UserCodeError, shown
 
 MARK = "hWqXanswerZ"
-"""Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
+"""Beginning of all marks: only letters, so that no template trims, splits or escapes it."""
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Tags that models put around their thinking."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The names under which a message has its thinking apart from its text."""
+"""Keys under which a message has its thinking apart from its text."""
 
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Copy ``messages`` as templates want them: without what is None, text in one piece, arguments as objects.
+    """Copy ``messages`` in the form for templates: without None values, text in one piece, arguments as objects.
 
     Raises:
-        UserCodeError: one of them is no chat message, or there are none.
+        UserCodeError: one of them is not a chat message, or there are none.
     """
     plain = [_plain(message) for message in messages]
     if not plain:
@@ -40,8 +40,8 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
 def normalise(message: Message) -> Message:
     """Normalise a plain message for comparison with messages of other clients.
 
-    An answer has its thinking in ``reasoning_content``, also where that stood in its text, between tags or before the
-    closing one. White space around its parts and the ids of its calls do not count.
+    The thinking of an answer goes to ``reasoning_content``, also if it stood in the text, between tags or before the
+    closing tag. White space around the parts and ids of calls do not count.
     """
     if message["role"] != "assistant":
         return message
@@ -56,15 +56,15 @@ def normalise(message: Message) -> Message:
 
 
 def message_key(message: Message) -> str:
-    """The text by which a plain message is compared with others."""
+    """Return the text by which a plain message is compared with others."""
     return json.dumps(normalise(message), sort_keys=True, default=str)
 
 
 def split_thinking(text: str, opening: str | None = None) -> tuple[str, str]:
-    """Split an answer into the thinking that it begins with, tags and all, and the rest.
+    """Split an answer into the thinking at its beginning, with its tags, and the rest.
 
-    ``opening``: the text that the prompt opened the answer with; thinking may begin there. None where that is not
-    known, and a closing tag alone tells of thinking. Thinking that has no end is all of the answer.
+    ``opening``: text with which the prompt opens the answer; thinking may begin there. None: it is unknown, and a
+    closing tag alone marks thinking. Thinking without an end is the whole answer.
     """
     for start, end in THINKING:
         begun = text.lstrip().startswith(start) or (opening is not None and opening.rstrip().endswith(start))
@@ -75,7 +75,7 @@ def split_thinking(text: str, opening: str | None = None) -> tuple[str, str]:
 
 
 def untagged(thinking: str) -> str:
-    """The thinking that `split_thinking` has found, without its tags."""
+    """Return the thinking that `split_thinking` found, without its tags."""
     text = thinking.strip()
     for start, end in THINKING:
         text = text.removeprefix(start).removesuffix(end)
@@ -83,7 +83,7 @@ def untagged(thinking: str) -> str:
 
 
 def reasoning_of(message: Message) -> str:
-    """The thinking that ``message`` has apart from its text; empty if none."""
+    """Return the thinking that ``message`` has apart from its text; empty if none."""
     return next((str(message[name]) for name in _REASONING if message.get(name)), "")
 
 
@@ -98,9 +98,9 @@ class MarkedAnswer:
 
     message: Message
     text: str | None
-    """Mark behind the text; None where the answer has calls alone, or its content is not text."""
+    """Mark behind the text; None if the answer has only calls, or its content is not text."""
     calls: tuple[str, ...]
-    """Marks in place of each call's arguments."""
+    """Marks that replace the arguments, one for each call."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 
 def _function(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The name and the arguments of a call; empty for what is none."""
+    """Return the name and the arguments of a call; empty if it is not a call."""
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return {}
@@ -148,7 +148,7 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calling(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    """Copy a call, with other ``arguments``; those that are JSON text, as OpenAI's clients have them, become values."""
+    """Copy a call with other ``arguments``. JSON text, as OpenAI's clients have it, becomes a value."""
     if isinstance(arguments, str):
         with suppress(ValueError):  # a template may take text, too
             arguments = json.loads(arguments)
@@ -158,8 +158,8 @@ def _calling(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
 
 
 def digest_of(text: str | bytes, before: bytes = b"") -> bytes:
-    """The digest [16 bytes] of ``text``, behind what has the digest ``before``."""
+    """Return the digest [16 bytes] of ``text`` after a text with the digest ``before``."""
     digest = xxhash.xxh3_128(before)
-    # Text of programs may have lone surrogates, which UTF-8 has no bytes for.
+    # Programs' texts may have lone surrogates, which UTF-8 cannot encode.
     digest.update(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
     return digest.digest()

@@ -1,7 +1,7 @@
 """A tokenizer's chat template: chat messages to text and ids, and where an answer ends in the text.
 
-Where the template ends an answer is found by marks: the chat is rendered with a mark after the answer's text (and in
-place of its calls' arguments), and the tail is what follows the mark (`headway.agents.chat.conversations`).
+Marks show where the template ends an answer: the chat is rendered with a mark after the answer's text (and in place of
+its calls' arguments), and the tail is the text after the mark (`headway.agents.chat.conversations`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 NUMBERED_ID = "call{number:05d}"
-"""Ids of calls that most templates take: Mistral's want nine letters and digits."""
+"""Form of call ids that most templates take: Mistral's want nine letters and digits."""
 CALL_ID = NUMBERED_ID.format(number=0)
 KIMI_ID = "functions.{name}:{number}"
 """Ids of Kimi's calls, which its template writes in place of their names."""
 LONG = 8
-"""Characters for each token that may be there from which on a text is looked at in pieces; ordinary text has 2 to 5."""
+"""Characters per allowed token above which a text is encoded in pieces; ordinary text has 2 to 5."""
 MOST_CUTS = 64
-"""Tokens that the pieces of a text may have more than the whole, beside an eighth of those that fit."""
+"""Extra tokens that encoding in pieces may give, beside an eighth of the allowed number."""
 
 
 @dataclass(eq=False, repr=False)
@@ -46,9 +46,9 @@ class ChatRenderer:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template, as ``{"enable_thinking": False}``."""
     stop_ids: Collection[int] = ()
-    """Tokens that end a turn beside the template's own and the end of sequence."""
+    """Further tokens that end a turn, beside the template's own and the end of sequence."""
     most_tokens: int | None = None
-    """Most tokens that a context may have; of text that has more not all is encoded."""
+    """Maximum number of tokens of a context; a longer text is not encoded completely."""
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -59,19 +59,19 @@ class ChatRenderer:
         self._turn_end, self._turn_end_id = self._find_turn_end()
         turn_end = [] if self._turn_end_id is None else [self._turn_end_id]
         self.end_ids: frozenset[int] = frozenset((*turn_end, *eos_ids(self.tokenizer), *self.stop_ids))
-        """Tokens that end a turn: one of them, sampled last, stands for the template's own end of the turn."""
+        """Tokens that end a turn. One of them, sampled last, stands for the template's own end of the turn."""
 
     def with_options(self, options: Mapping[str, Any]) -> ChatRenderer:
-        """The renderer with further variables of the template, on top of those that there are."""
+        """Return the renderer with further template variables, on top of its own."""
         return replace(self, options={**self.options, **options}, stop_ids=self.end_ids)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None, generation_prompt: bool = True
     ) -> str:
-        """The text that the template makes of the whole chat.
+        """Return the text that the template makes of the whole chat.
 
         Raises:
-            DataError: the template refuses the messages; the message has its reason.
+            DataError: the template refuses the messages; says why.
         """
         roles = ", ".join(str(message.get("role")) for message in messages)
         with boundary(f"the tokenizer's chat template fails on messages of {cut(roles)}", DataError):
@@ -79,7 +79,7 @@ class ChatRenderer:
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=list(tools) if tools else None,
-                    # As text: its ids would be of the whole chat, and those sampled in it have to stay as they are.
+                    # As text: the template's ids would cover the whole chat, and sampled ids must stay as they are.
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     **self.options,
@@ -87,9 +87,10 @@ class ChatRenderer:
             )
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out.
+        """Return the ids [N] of rendered text. Nothing is added; characters that UTF-8 cannot encode are spelled out.
 
-        Of text with clearly more than ``most_tokens`` they may be those of its beginning, more than ``most_tokens``.
+        For a text with clearly more than ``most_tokens``, they may be only its beginning, with more than
+        ``most_tokens``.
 
         Raises:
             DataError: the tokenizer has no tokens for the text.
@@ -97,7 +98,7 @@ class ChatRenderer:
         most = self.most_tokens
         if most is None or len(text) <= LONG * most:
             return self._all(text)
-        # In pieces: a megabyte takes a second or more, and a beginning is enough to know that it is too long.
+        # In pieces: a megabyte takes a second or more, and a beginning is enough to see that it is too long.
         pieces: list[NDArray[np.int32]] = []
         tokens, length = 0, LONG * most // 2
         for start in range(0, len(text), length):
@@ -109,44 +110,44 @@ class ChatRenderer:
 
     def _all(self, text: str) -> NDArray[np.int32]:
         with boundary(f"the tokenizer cannot encode {cut(repr(text[:120]), 120)}", DataError):
-            # The template writes special tokens itself: with them added here there would be two beginnings.
+            # The template writes special tokens itself: added here, too, there would be two beginnings.
             return np.asarray(self.tokenizer.encode(writable(text), add_special_tokens=False), np.int32)
 
     def ended(self, ids: Sequence[int] | NDArray[np.int32]) -> bool:
-        """Tell whether sampled ``ids`` [T] end their turn; False where they were cut off."""
+        """Tell whether sampled ``ids`` [T] end their turn; False if they were cut off."""
         return len(ids) > 0 and int(ids[-1]) in self.end_ids
 
     def text(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """The text of sampled ``ids`` [T], special tokens and all, without the token that ends the turn."""
+        """Return the text of sampled ``ids`` [T] with special tokens, without the token that ends the turn."""
         return self.decode(ids[:-1] if self.ended(ids) else ids)
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """The text of all of ``ids`` [N], special tokens and all."""
+        """Return the text of all ``ids`` [N], with special tokens."""
         kept = [int(id) for id in ids]
-        # clean_up would take spaces out before full stops: the text would not be what was sampled.
+        # clean_up would remove spaces before full stops: the text would differ from what was sampled.
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def text_before(
         self, ids: Sequence[int] | NDArray[np.int32], stop: Sequence[str], stop_ids: Collection[int] = ()
     ) -> str:
-        """The text of sampled ``ids`` [T] up to the string of ``stop``, or the last token, of ``stop_ids``, that ended
-        them, if one did.
+        """Return the text of sampled ``ids`` [T] up to the string of ``stop``, or the last token, of ``stop_ids``, that
+        ended them, if one did.
         """
         if len(ids) and not self.ended(ids) and int(ids[-1]) in stop_ids:
             return self.text(ids[:-1])
         text = self.text(ids)
         if not stop or self.ended(ids):
             return text
-        # The string may begin in earlier tokens, but ends in the last: an older occurrence did not end the turn.
+        # The string may begin in earlier tokens, but ends in the last one: an older occurrence did not end the turn.
         before = len(self.text(ids[:-1]))
         found = [at for one in stop if (at := text.find(one, max(0, before - len(one)))) >= 0]
         return text[: min(found)] if found else text
 
     def checked(self, ids: Sequence[int]) -> NDArray[np.int32]:
-        """The context ``ids`` [P], given from outside.
+        """Check the context ``ids`` [P], given from outside, and return it.
 
         Raises:
-            DataError: there are none, or one that the tokenizer does not have.
+            DataError: there are none, or the tokenizer lacks one of them.
         """
         size = len(self.tokenizer)
         if (wrong := next((id for id in ids if not 0 <= id < size), None)) is not None:
@@ -157,7 +158,7 @@ class ChatRenderer:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """The text that the template opens an answer with; empty where it writes nothing."""
+        """Text with which the template opens an answer; empty if it writes nothing."""
         question = [said("user", "x")]
         before = self.render(question, generation_prompt=False)
         text = self.render(question)
@@ -165,7 +166,7 @@ class ChatRenderer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """True where the template shows tools, and their results, to the model."""
+        """True if the template shows tools, and their results, to the model."""
         name = f"{MARK}tool"
         call = calls_made("", [(CALL_ID, name, {})])
         try:
@@ -187,8 +188,9 @@ class ChatRenderer:
 
     @cached_property
     def error_role(self) -> str:
-        """Role of the message that tells the model of a call that could not be read, in an answer without any other:
-        ``tool``, or ``user`` where the template wants a call before each result."""
+        """Role of the message that reports an unreadable call to the model, in an answer without other calls: ``tool``,
+        or ``user`` if the template wants a call before each result.
+        """
         answered = [said("assistant", "ok"), tool_result(CALL_ID, "look_up", MARK)]
         try:
             return "tool" if self.render([said("user", "x"), *answered, *answered]).count(MARK) == 2 else "user"
@@ -196,7 +198,7 @@ class ChatRenderer:
             return "user"
 
     def example_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """A call as the template writes it in an answer; None where it writes none."""
+        """Return a call as the template writes it in an answer; None if it writes none."""
         return self._example_call(name, arguments, CALL_ID) or self._example_call(
             name, arguments, KIMI_ID.format(name=name, number=0)
         )
@@ -215,13 +217,13 @@ class ChatRenderer:
         return answer.partition(self._turn_end)[0] if self._turn_end_id is not None else answer
 
     def tail(self, start: int, chat: str, answer: Message, marks: MarkedAnswer) -> str | None:
-        """The part of a rendered ``chat`` after an answer; None where what stands at ``start`` is not the answer.
+        """Return the part of a rendered ``chat`` after an answer; None if the text at ``start`` is not the answer.
 
         Args:
-            start: where the answer begins: after the generation prompt.
-            chat: the chat with the answer, marked, and all that follows.
+            start: position of the answer, after the generation prompt.
+            chat: the rendered chat with the marked answer and everything after it.
             answer: the answer's message, without marks.
-            marks: those of the answer.
+            marks: the answer's marks.
         """
         if not marks.marks:
             return None
@@ -240,12 +242,12 @@ class ChatRenderer:
         return chat[end:]
 
     def behind(self, tail: NDArray[np.int32], answer: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The ids of a tail behind the sampled ids of ``answer``, which has the end of its turn, or was cut off."""
+        """Return the ids of a tail after the sampled ids of ``answer``, which ended its turn or was cut off."""
         # The tail begins with the end of the turn, which the sampled ids have already.
         return tail[1:] if self._turn_end_id is not None and self.ended(answer) else tail
 
     def _find_turn_end(self) -> tuple[str, int | None]:
-        """The text that ends an answer: that of a special token, with its id, or what the template writes, if any."""
+        """Return the text with which the template ends an answer, and its id if it is a special token."""
         chat = [said("user", "x"), said("assistant", MARK)]
         try:
             alone = self.render(chat, generation_prompt=False)
@@ -284,21 +286,21 @@ def answer_decoder(
 
 
 def _common(one: str, other: str) -> str:
-    """The text that both begin with."""
+    """Return the common beginning of both texts."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:length]
 
 
 def probe_tool(name: str) -> ToolSchema:
-    """A tool of that name, to try a template with."""
+    """Make a tool called ``name``, to try a template with."""
     parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
     return {"type": "function", "function": {"name": name, "description": "x", "parameters": parameters}}
 
 
 def _says(region: str, answer: Message, *, alone: bool) -> bool:
-    """Tell whether ``region``, written by a template, has all that ``answer`` says, white space aside.
+    """Tell whether ``region``, written by a template, has everything that ``answer`` says, white space aside.
 
-    ``alone``: and nothing else, but what goes with thinking that the message has apart from its text.
+    ``alone``: it must have nothing else, except what surrounds thinking that the message has apart from its text.
     """
     written, text, reasoning = (_squeezed(part) for part in (region, answer.get("content", ""), reasoning_of(answer)))
     if not alone:

@@ -1,12 +1,12 @@
-"""Chat messages to token ids, turn by turn: the prompt of a turn is the ids that were there and the rendered tail.
+"""Chat messages to token ids, turn by turn: a turn's prompt is the earlier ids and the rendered tail.
 
     messages ──template──▶  [ what was there ][ the answer ][ end of turn, new messages, generation prompt ]
                                                              └──────────── tail: rendered, tokenised ─────┘
     ids      ────────────▶  [ the prompt's ids + the sampled ids, as stored ][ the tail's ids ]
 
-If the template writes anything before the end of the answer (`ChatRenderer.tail`) otherwise than it did when the answer
-was sampled, or leaves a part of the answer out, the chat is rendered whole instead, and the episode forks. Sampled
-ids are never made of text again.
+If the template writes anything before the end of the answer (`ChatRenderer.tail`) differently than when the answer was
+sampled, or leaves out a part of the answer, the whole chat is rendered and the episode forks. Sampled ids are never
+made from text again.
 
     renderer = ChatRenderer(tokenizer)                  # one for a run
     chats = Conversations(renderer)                     # one for each episode
@@ -51,27 +51,27 @@ class ChatPrompt:
     digest: bytes = field(repr=False)
     """Digest of the messages and the tools."""
     parts: tuple[NDArray[np.int32], ...] = field(repr=False)
-    """The stretches that make up ``ids``. Prompts share them, so that an episode's memory grows with its tokens. The
-    last one was rendered for this prompt; it is the only one where the prompt extends no other."""
+    """Arrays that make up ``ids``. Prompts share them, so that an episode's memory grows with its tokens. The last one
+    was rendered for this prompt; a prompt that extends no other has only this one."""
     answers: Mapping[int, Message] = field(repr=False)
-    """The answers of this episode among the messages, by their indices, in the form in which they were rendered."""
+    """Index among the messages → answer of this episode, in the form in which it was rendered."""
     text: tuple[int, bytes] = field(repr=False)
     """Length and digest of the rendered chat, with marks in ``answers``."""
     opened: str = ""
-    """Tag of a thought at the prompt's end; empty for none."""
+    """Tag of a thought with which the prompt ends; empty for none."""
 
     @property
     def extends(self) -> bool:
-        """True where the ids are those of an earlier prompt, those sampled after it, and a rendered tail.
+        """True if the ids are those of an earlier prompt, the ids sampled after it, and a rendered tail.
 
-        Else the chat was rendered whole: it continues no answer of this episode, or the template now writes its past
-        differently.
+        Otherwise the whole chat was rendered: it continues no answer of this episode, or the template now writes its
+        past differently.
         """
         return len(self.parts) > 1
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """[P] the context to call the policy with, joined anew each time."""
+        """Context to call the policy with, [P], joined at each access."""
         return np.concatenate(self.parts)
 
 
@@ -82,26 +82,26 @@ class _StoredAnswer:
     prompt: ChatPrompt
     sampled: NDArray[np.int32]
     message: Message
-    """The answer as a plain message that has all of it."""
+    """The complete answer as a plain message."""
 
 
 class Conversations:
-    """The chat turns of one episode, however many conversations it holds.
+    """Chat turns of one episode, which may hold several conversations.
 
-    Messages go on with an earlier answer if they begin with the messages of its prompt and the answer, under the same
-    tools. Of several answers with the same text to the same messages, they go on with the last.
+    Messages continue an earlier answer if they begin with the messages of its prompt and the answer, with the same
+    tools. Of several equal answers to the same messages, they continue the last.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
         self._answers: dict[bytes, _StoredAnswer] = {}
-        """Answers by the digest of the messages up to them."""
+        """Digest of the messages up to an answer → the answer."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> ChatPrompt:
-        """The prompt of the turn that answers ``messages``.
+        """Return the prompt of the turn that answers ``messages``.
 
         Raises:
-            UserCodeError: ``messages`` are no chat messages.
+            UserCodeError: ``messages`` are not chat messages.
             ConfigError: there are ``tools``, and the template does not show them.
             DataError: the template refuses the messages, or the tokenizer has no tokens for them.
         """
@@ -112,12 +112,12 @@ class Conversations:
         digests = [digest_of(json.dumps(list(tools or ()), sort_keys=True, default=str))]
         for message in chat:
             digests.append(digest_of(message_key(message), digests[-1]))
-        # From behind: of several answers in the chat the last one has the longest known beginning.
+        # Backwards: the last known answer of the chat has the longest known beginning.
         last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in answered), None)
         if last is None:
             return self._whole(chat, tools, digests[-1])
         stored = answered[digests[last + 1]]
-        # The answer as the client has it; then as it was made, since a template may show it in one of its forms alone.
+        # First the answer as the client has it, then as it was made: a template may show only one of its forms.
         tail, text, answers = self._behind(stored, chat, tools, last, chat[last])
         if tail is None and chat[last] != stored.message:
             tail, text, answers = self._behind(stored, chat, tools, last, stored.message)
@@ -131,18 +131,18 @@ class Conversations:
     def answered(
         self, prompt: ChatPrompt, sampled: Sequence[int] | NDArray[np.int32], *messages: Mapping[str, Any]
     ) -> None:
-        """Store what was sampled after ``prompt``.
+        """Store the ids sampled after ``prompt``.
 
         Args:
             sampled: the ids [T].
-            messages: the answer in the forms that its program or its agent may have in its messages, the one to go on
-                with first. Its whole text as ``content`` is known without saying, and so is each without its thinking.
+            messages: forms of the answer that its program or agent may send back, the preferred one first. Its whole
+                text as ``content``, and each form without its thinking, are added.
         """
         ids = np.array(sampled, np.int32)
         forms = plain_messages([*messages, said("assistant", self._renderer.text(ids))])
         stored = _StoredAnswer(prompt, ids, forms[0])
         for form in map(normalise, forms):
-            for sent in (form, without_reasoning(form)):  # clients may keep what they show alone
+            for sent in (form, without_reasoning(form)):  # clients may keep only what they show
                 self._answers[digest_of(message_key(sent), prompt.digest)] = stored
 
     def _behind(
@@ -153,12 +153,13 @@ class Conversations:
         last: int,
         form: Message,
     ) -> tuple[str | None, str, Mapping[int, Message]]:
-        """The tail behind a stored answer, the message ``last`` of ``chat``, in one form; None where the template
-        writes what came before differently. And the rendered chat, with marks in the answers, and these."""
+        """Return the tail after a stored answer, the message ``last`` of ``chat``, in one form (None if the template
+        writes earlier text differently); the rendered chat, with marks in the answers; and these answers.
+        """
         answers = {**stored.prompt.answers, last: form}
         marks = {i: marked(answer, i) for i, answer in answers.items()}
         text = self._renderer.render([marks[i].message if i in marks else one for i, one in enumerate(chat)], tools)
-        # By digest: the text before the answer has to be the same to the last character, or ids would not match it.
+        # By digest: the text before the answer must be equal to the last character, or ids would not match it.
         start = stored.prompt.text[0]
         same = _extent(text[:start]) == stored.prompt.text
         return (self._renderer.tail(start, text, form, marks[last]) if same else None), text, answers
@@ -177,15 +178,15 @@ class Conversations:
 
 
 def _extent(text: str) -> tuple[int, bytes]:
-    """The length and the digest of ``text``."""
+    """Return the length and the digest of ``text``."""
     return len(text), digest_of(text)
 
 
 def history_note(renderer: ChatRenderer, *, tools: bool) -> str | None:
-    """Warn of what the template of ``renderer`` rewrites in the history, found by rendering small chats; else None.
+    """Return a warning if the template of ``renderer`` rewrites the history of small trial chats; else None.
 
     Raises:
-        ConfigError: there are to be ``tools``, and the template does not show them.
+        ConfigError: ``tools`` are wanted, and the template does not show them.
     """
     question, name = said("user", "x"), "look_up"
     opened = [pair for pair in THINKING if renderer.generation_prompt.rstrip().endswith(pair[0])]
@@ -218,7 +219,7 @@ def history_note(renderer: ChatRenderer, *, tools: bool) -> str | None:
 def _extends(
     renderer: ChatRenderer, start: Sequence[Message], answer: Message, follow: Message, tools: Sequence[ToolSchema]
 ) -> bool:
-    """Tell whether the prompt after ``follow`` is that of ``start``, the answer and a tail; also if it is refused."""
+    """Tell whether the prompt after ``follow`` extends that of ``start`` and the answer; also if it is refused."""
     chats = Conversations(renderer)
     try:
         chats.answered(chats.prompt(start, tools), renderer.encode("ok"), answer)

@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls: what stands in the text of an answer, not yet checked against any tool.
+"""Forms of tool calls in the text of models' answers: they are read here, and not checked against any tool.
 
 hermes          <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, any number of them, text between
 llama3_json     {"name": "add", "parameters": {"a": 1}}, the whole answer; several are parted by ;
@@ -24,15 +24,15 @@ from headway.errors import shown
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """A call as it was written, or why it cannot be read."""
+    """A call as it was written, or the reason why it cannot be read."""
 
     name: str = ""
     arguments: dict[str, Any] | None = None
-    """None where the call cannot be read."""
+    """Arguments by name; None if the call cannot be read."""
     problem: str = ""
-    """Why it cannot be read."""
+    """Reason why the call cannot be read; empty if it can."""
     as_text: bool = False
-    """True where the arguments are texts, to be typed by the tool's schema."""
+    """True if the arguments are texts, whose types the tool's schema gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class ParsedAnswer:
     content: str
     calls: tuple[WrittenCall, ...] = ()
     reasoning: str = ""
-    """Thinking, where the form has it apart from the text."""
+    """Thinking, if the form has it apart from the text."""
 
 
 Reader = Callable[[str, int], tuple[WrittenCall, int]]
-"""Reads the call that begins at a place of a text; returns it, and where it ends."""
+"""Function from a text and the start of a call to the call and its end."""
 
 
 def hermes(text: str) -> ParsedAnswer:
@@ -66,7 +66,7 @@ def llama3_json(text: str) -> ParsedAnswer:
     if not (_LLAMA_CALL.match(body) or (tagged and body.startswith("{"))):
         return ParsedAnswer(text)
     calls: list[WrittenCall] = []
-    while body and (not calls or calls[-1].arguments is not None):  # behind one that cannot be read nothing can be
+    while body and (not calls or calls[-1].arguments is not None):  # after an unreadable call nothing can be read
         call, end = _read(body, 0, read_call)
         body = body[end:].lstrip()
         calls.append(call if body.startswith((";", "{")) else _alone(call, body))
@@ -78,7 +78,7 @@ _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]
 
 
 def mistral(text: str) -> ParsedAnswer:
-    """Read the calls after ``[TOOL_CALLS]``: a list of them, one, or names each followed by its arguments."""
+    """Read the calls after ``[TOOL_CALLS]``: a list of calls, one call, or names each followed by its arguments."""
     content, *parts = text.split("[TOOL_CALLS]")
     calls: list[WrittenCall] = []
     for part in parts:
@@ -102,7 +102,7 @@ _GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg
 
 
 def qwen3_coder(text: str) -> ParsedAnswer:
-    """Read functions between ``<tool_call>`` and ``</tool_call>``, or alone."""
+    """Read functions between ``<tool_call>`` and ``</tool_call>``, or without these."""
     tags = ("<tool_call>", "</tool_call>") if "<tool_call>" in text else ("<function=", "</function>")
     expected = "<function=NAME> and <parameter=NAME>…</parameter>"
     return _in_tags(text, *tags, lambda text, at: _text_call(text, at, tags[1], _CODER_NAME, _CODER_ARGUMENT, expected))
@@ -128,14 +128,14 @@ def deepseek(text: str) -> ParsedAnswer:
 
 
 def kimi(text: str) -> ParsedAnswer:
-    """Read the calls of Kimi K2, whose ids have the names."""
+    """Read the calls of Kimi K2, whose ids contain the names."""
     tags = ("<|tool_call_begin|>", "<|tool_call_end|>")
     outer = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     return _in_tags(text, *tags, lambda text, at: _named(text, at, _KIMI_CALL), outer)
 
 
 HARMONY_MARK = "<|channel|>"
-"""A part of every answer of gpt-oss."""
+"""Text that every answer of gpt-oss contains."""
 _HARMONY = re.compile(
     r"(?:<\|start\|>)?(?P<role>[^<]*)<\|channel\|>(?P<channel>[^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
     r"(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|$)",
@@ -145,7 +145,7 @@ _HARMONY_TO = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
 def harmony(text: str) -> ParsedAnswer:
-    """Read gpt-oss's channels: ``analysis`` is thinking, ``commentary`` to a function its call, all else text."""
+    """Read gpt-oss's channels: ``analysis`` is thinking, ``commentary`` to a function is a call, all else is text."""
     calls, said, thoughts, at = [], [], [], 0
     for part in _HARMONY.finditer(text):
         said.append(text[at : part.start()])
@@ -163,19 +163,19 @@ def harmony(text: str) -> ParsedAnswer:
 FORMATS: Mapping[str, Callable[[str], ParsedAnswer]] = {
     one.__name__: one for one in (hermes, llama3_json, mistral, qwen3_coder, glm, deepseek, kimi, harmony)
 }
-"""Every form by its name."""
+"""Name of a form → its reader."""
 
 
 def _in_tags(text: str, opening: str, closing: str, read: Reader, outer: tuple[str, ...] = ()) -> ParsedAnswer:
-    """Read a call behind each ``opening``, up to its ``closing``; the last one's end may be missing.
+    """Read a call after each ``opening``, up to its ``closing``, which the last call may lack.
 
-    ``outer``: tags around all calls, which are no text.
+    ``outer``: tags around all calls, which are not text.
     """
     calls, kept, at = [], [], 0
     while (start := text.find(opening, at)) >= 0:
         kept.append(text[at:start])
         call, end = read(text, start + len(opening))
-        # From the end of the call on: an argument may hold the closing tag as text.
+        # From the end of the call: an argument may contain the closing tag.
         at = text.find(closing, end)
         calls.append(_alone(call, text[end : at if at >= 0 else None]))
         at = at + len(closing) if at >= 0 else len(text)
@@ -186,7 +186,7 @@ def _in_tags(text: str, opening: str, closing: str, read: Reader, outer: tuple[s
 
 
 def _alone(call: WrittenCall, rest: str) -> WrittenCall:
-    """The call, unless there is a ``rest`` behind it."""
+    """Return the call; an unreadable one if there is a ``rest`` after it."""
     if call.arguments is None or not rest.strip():
         return call
     return WrittenCall(call.name, problem=f"there is more after it: {shown(rest.strip(), 40)}")
@@ -195,7 +195,7 @@ def _alone(call: WrittenCall, rest: str) -> WrittenCall:
 def _text_call(
     text: str, at: int, closing: str, name: re.Pattern[str], argument: re.Pattern[str], expected: str
 ) -> tuple[WrittenCall, int]:
-    """The call with a name and arguments as text, up to ``closing``."""
+    """Return the call with a name and arguments as text, up to ``closing``."""
     end = text.find(closing, at)
     end = len(text) if end < 0 else end
     body = text[at:end].rstrip().removesuffix("</function>")
@@ -215,7 +215,7 @@ _FENCE = re.compile(r"\s*(?:```)?")
 
 
 def _named(text: str, at: int, head: re.Pattern[str]) -> tuple[WrittenCall, int]:
-    """The call whose name is in ``head``, and whose arguments are the JSON behind it."""
+    """Return the call whose name is in ``head``, and whose arguments are the JSON after it."""
     if (found := head.match(text, at)) is None:
         given = shown(text[at:].strip(), 40)
         return WrittenCall(problem=f"it is {given}, expected a name and an object with arguments"), at
@@ -224,7 +224,7 @@ def _named(text: str, at: int, head: re.Pattern[str]) -> tuple[WrittenCall, int]
 
 
 def read_call(value: Any) -> WrittenCall:
-    """The call that a JSON value stands for: a name, and arguments by either of their names."""
+    """Return the call in a JSON value: a name, and arguments under either of their keys."""
     if not isinstance(value, dict):
         return WrittenCall(problem=f"it is {shown(value, 40)}, expected an object with name and arguments")
     if isinstance(value.get("function"), dict):
@@ -247,7 +247,7 @@ def _read_arguments(value: Any) -> WrittenCall:
 
 
 def _read(text: str, at: int, make: Callable[[Any], WrittenCall]) -> tuple[WrittenCall, int]:
-    """The call that ``make`` makes of the JSON value at ``at``, and where that ends, or began where it is none."""
+    """Return the call that ``make`` makes of the JSON value at ``at``, and its end; ``at`` if there is no value."""
     try:
         value, end = _value(text, at)
     except ValueError as cause:
@@ -256,7 +256,7 @@ def _read(text: str, at: int, make: Callable[[Any], WrittenCall]) -> tuple[Writt
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at ``at``, and where it ends. Raises `ValueError` for what is none."""
+    """Return the JSON value at ``at``, and its end. Raises `ValueError` if there is none."""
     start = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it always matches
     try:
         return _DECODER.raw_decode(text, start)
@@ -269,7 +269,7 @@ def _value(text: str, at: int) -> tuple[Any, int]:
 
 
 def _nested(value: Any, levels: int) -> bool:
-    """Tell whether ``value`` is nested more deeply than those who render and check it can bear."""
+    """Tell whether ``value`` is nested too deeply for the code that renders and checks it."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
@@ -283,5 +283,5 @@ def _refuse_constant(constant: str) -> None:
 _MOST_NESTED = 50
 _TOO_DEEP = f"it is nested more than {_MOST_NESTED} levels deep"
 _SPACE = re.compile(r"\s*")
-# Python's json reads NaN and Infinity, which are no JSON: other readers of the call would refuse it.
+# Python's json reads NaN and Infinity, which are not JSON: other readers of the call would refuse them.
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -1,4 +1,4 @@
-"""Tool calls of an answer: read from its text, checked against the tools, never an exception.
+"""Tool calls of an answer: read from its text and checked against the tools, without exceptions.
 
     parser = choose_parser(renderer, "auto")            # one for a run; raises ConfigError where none fits
     answer = parser.parse(renderer.text(sampled), tools)
@@ -35,20 +35,20 @@ PARSER_NAMES = (TEMPLATE, *FORMATS)
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
-    """A reader of answers."""
+    """Parser of answers."""
 
     name: str
     read: Callable[[str, Sequence[ToolSchema]], ParsedAnswer] = field(repr=False)
-    """Called with an answer's text and the tools."""
+    """Function from an answer's text and the tools to the parsed answer."""
     opening: str = ""
-    """The text that the template opens an answer with; thinking may begin there."""
+    """Text with which the template opens an answer; thinking may begin there."""
     call_id: str = NUMBERED_ID
-    """The ids of calls, by their number and name."""
+    """Format of call ids, from their number and name."""
 
     def parse(self, text: str, tools: Sequence[ToolSchema], first_id: int = 0) -> TurnAnswer:
-        """Read the answer ``text``, calls to ``tools`` in it; without tools all of it is text.
+        """Read the answer ``text`` with its calls to ``tools``; without tools all of it is text.
 
-        ``first_id`` numbers its first call: give the number of calls so far, so that ids differ in a conversation.
+        ``first_id``: number of its first call. Give the number of calls so far, so that ids differ in a conversation.
         """
         if not tools:
             return TurnAnswer(text, text, said("assistant", text))
@@ -56,7 +56,7 @@ class ToolParser:
         written = self.read(rest, tools)
         ids = [self.call_id.format(number=first_id + n, name=call.name) for n, call in enumerate(written.calls)]
         calls = tuple(_checked(call, id, tools) for id, call in zip(ids, written.calls, strict=True))
-        # One that cannot be read spoils all: calls taken out of the text would render otherwise than was sampled.
+        # One unreadable call keeps all as text: with calls taken out, the text would render otherwise than was sampled.
         if any(call.problem is CallProblem.UNREADABLE for call in calls):
             return TurnAnswer(text, text, said("assistant", text), calls)
         content = thinking + written.content
@@ -70,9 +70,9 @@ class ToolParser:
 
 
 def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
-    """The parser named ``choice``, or for ``auto`` the one that fits the tokenizer.
+    """Return the parser named ``choice``, or for ``auto`` the one that fits the tokenizer.
 
-    That is its response template where it has one, else the form that reads a call which its chat template wrote.
+    ``auto`` takes its response template if it has one, else the form that reads a call written by its chat template.
 
     Raises:
         ConfigError: there is no parser of that name, or none fits.
@@ -92,7 +92,7 @@ def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
         return _by_form(choice, renderer)
     arguments = {"x": "seven", "n": 7}
     written = renderer.example_call("look_up", arguments)
-    # By what the template writes, not by the model's name: fine-tuned models keep templates and change names.
+    # By the template's output, not by the model's name: fine-tuned models keep templates and change names.
     for name in FORMATS if written is not None else ():
         parser = _by_form(name, renderer)
         found = parser.read(split_thinking(written or "", parser.opening)[1], [probe_tool("look_up")]).calls
@@ -114,7 +114,7 @@ def _by_form(name: str, renderer: ChatRenderer) -> ToolParser:
 
 
 def _by_template(renderer: ChatRenderer) -> Callable[[str, Sequence[ToolSchema]], ParsedAnswer]:
-    """A reader by the tokenizer's own response template."""
+    """Return a reader by the tokenizer's own response template."""
 
     def read(text: str, tools: Sequence[ToolSchema]) -> ParsedAnswer:
         try:
@@ -124,14 +124,14 @@ def _by_template(renderer: ChatRenderer) -> Callable[[str, Sequence[ToolSchema]]
             calls = tuple(read_call(call) for call in _flat(message.get("tool_calls")))
             content = message.get("content")
             return ParsedAnswer(content if isinstance(content, str) else "", calls, reasoning_of(message))
-        except Exception as cause:  # templates are the user's, and raise whatever their parts do
+        except Exception as cause:  # templates are the user's, and may raise anything
             return ParsedAnswer(text, (WrittenCall(problem=f"the answer cannot be read: {said_by(cause)}"),))
 
     return read
 
 
 def _flat(calls: Any) -> list[Any]:
-    """Calls one by one: a field of a response template may repeat, hold a list, or both."""
+    """Flatten calls: a field of a response template may repeat, hold a list, or both."""
     if not isinstance(calls, list):
         return [] if calls is None else [calls]
     return [one for call in calls for one in _flat(call)]
@@ -141,7 +141,7 @@ _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def _typed(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
-    """Arguments that were written as texts, with the types that ``schema`` gives them: text where it may be text."""
+    """Convert arguments written as text to the types that ``schema`` gives them; text where it may be text."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     typed: dict[str, Any] = dict(arguments)
     for name, text in arguments.items():
@@ -149,7 +149,7 @@ def _typed(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
         if isinstance(kind, Mapping) and not any("string" in _types(one) for one in (kind, *kind.get("anyOf", ()))):
             try:
                 typed[name] = json.loads(text)
-            except (ValueError, RecursionError):  # what is none of the type is told to the model
+            except (ValueError, RecursionError):  # a value of another type is reported to the model
                 typed[name] = _CONSTANTS.get(text, text)
     return typed
 
@@ -160,7 +160,7 @@ def _types(kind: Any) -> list[Any]:
 
 
 def _checked(call: WrittenCall, id: str, tools: Sequence[ToolSchema]) -> ToolCall:
-    """The call as it can be made, or why it cannot be."""
+    """Return the call as it can be made, or the reason why it cannot be made."""
     if call.arguments is None:
         return ToolCall(
             id, call.name, {}, CallProblem.UNREADABLE, f"Error: the tool call cannot be read: {call.problem}"
@@ -175,7 +175,7 @@ def _checked(call: WrittenCall, id: str, tools: Sequence[ToolSchema]) -> ToolCal
     except Misfit as misfit:
         error = f"Error: the arguments of {call.name} do not fit: {misfit}"
         return ToolCall(id, call.name, arguments, CallProblem.BAD_ARGUMENTS, error)
-    except Exception:  # a schema that an agent made up, and is none: nothing can be said of the arguments
+    except Exception:  # an agent's invalid schema: its arguments cannot be checked
         return ToolCall(id, call.name, arguments)
 
 
@@ -184,11 +184,11 @@ class Misfit(ValueError):
 
 
 def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Check ``arguments`` against ``schema``, of type object; returns them, with whole floats for integers as integers.
+    """Check ``arguments`` against ``schema``, of type object; return them, with whole floats for integers as integers.
 
         fitted({"a": 2.0}, {"type": "object", "properties": {"a": {"type": "integer"}}})   # {"a": 2}
 
-    Parameters that the schema does not name do not fit, unless it allows them.
+    Arguments that the schema does not name are refused, unless it allows them.
 
     Raises:
         Misfit: they do not fit; says which, what was given, and what is expected.
@@ -203,7 +203,7 @@ def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str,
 
 
 def _whole(value: Any, schema: Any) -> Any:
-    """Return ``value``, which fits ``schema``, with integers where that wants some."""
+    """Return ``value``, which fits ``schema``, with whole floats as integers where the schema wants integers."""
     if not isinstance(schema, Mapping):
         return value
     if isinstance(value, float) and _types(schema) in (["integer"], ["integer", "null"]):
@@ -217,8 +217,9 @@ def _whole(value: Any, schema: Any) -> Any:
 
 
 def _nullable(name: str) -> Callable[..., Iterator[ValidationError]]:
-    """JSON Schema's check ``name``, passed by None where `transformers.utils.get_json_schema` has written ``nullable``,
-    and by anything where the type is none of JSON's."""
+    """Return JSON Schema's check ``name``. None passes it if `transformers.utils.get_json_schema` wrote ``nullable``;
+    anything passes it if the type is not one of JSON's.
+    """
     check = Draft202012Validator.VALIDATORS[name]
 
     def checked(validator: Any, value: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
@@ -229,7 +230,7 @@ def _nullable(name: str) -> Callable[..., Iterator[ValidationError]]:
     return checked
 
 
-# A pattern of a server's could take for ever on what a model writes; references are looked up nowhere.
+# A server's pattern could take for ever on a model's text; references are not looked up.
 _Validator = extend(
     Draft202012Validator, {"pattern": None, **{name: _nullable(name) for name in ("type", "enum", "anyOf", "oneOf")}}
 )

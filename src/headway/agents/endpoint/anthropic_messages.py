@@ -1,4 +1,4 @@
-"""Anthropic's messages: ``POST /v1/messages``, with tools, streamed or not.
+"""Dialect of Anthropic's messages: ``POST /v1/messages``, with tools, streamed or not.
 
 Fields: https://docs.anthropic.com/en/api/messages
 """
@@ -35,9 +35,9 @@ _ERRORS = {
     503: "overloaded_error",
 }
 _UNTHREADED = "thread_unsupported_request"
-"""Code of the error at which Anthropic's clients send all messages of a conversation, not a thread's new ones."""
+"""Error code after which Anthropic's clients send all messages of a conversation, not only a thread's new ones."""
 _SIGNATURE = "headway"
-"""Signature of thinking, which clients send back. It is not checked."""
+"""Signature of thinking blocks, which clients send back. It is not checked."""
 
 
 class _MessagesBody(Body):
@@ -48,7 +48,7 @@ class _MessagesBody(Body):
 
 
 class Messages(Dialect):
-    """The dialect of messages."""
+    """Dialect of Anthropic's messages."""
 
     path = "/v1/messages"
     counts = "/v1/messages/count_tokens"
@@ -100,7 +100,7 @@ class Messages(Dialect):
 
 
 def _plain(message: dict[str, Any], where: str) -> list[Message]:
-    """The chat messages of one message: results of tools are messages of their own."""
+    """Return the chat messages of one message: tool results are separate messages."""
     role, content = role_of(message, where), message.get("content")
     if not isinstance(content, list):
         return [said(role, text_of(content, f"{where}.content"))]
@@ -111,7 +111,7 @@ def _plain(message: dict[str, Any], where: str) -> list[Message]:
         at = f"{where}.content.{n}"
         if isinstance(block, dict) and block.get("type") == "tool_result":
             text = text_of(block.get("content"), f"{at}.content")
-            # Chat templates have no place for the flag: the text has to say it.
+            # Chat templates have no place for the flag: the text must say it.
             if block.get("is_error") is True and not text.lower().startswith("error"):
                 text = f"Error: {text}"
             plain.append({**said("tool", text), "tool_call_id": name_of(block, "tool_use_id", at)})
@@ -125,7 +125,7 @@ def _plain(message: dict[str, Any], where: str) -> list[Message]:
 
 
 def _answer(content: list[Any], where: str) -> Message:
-    """The message of an answer's blocks."""
+    """Return the chat message of an answer's blocks."""
     texts, thoughts, calls = [], [], []
     for n, block in enumerate(content):
         at, kind = f"{where}.{n}", block.get("type") if isinstance(block, dict) else None
@@ -151,7 +151,7 @@ def _head(wanted: ParsedRequest, id: str) -> dict[str, Any]:
 
 
 def _blocks(turn: MadeTurn) -> list[dict[str, Any]]:
-    """The content of a turn; at least a block of text, if only an empty one."""
+    """Return the content of a turn: at least one block of text, even if empty."""
     message, calls = turn.answer.with_reasoning_apart, made_calls(turn)
     blocks = []
     if thoughts := message.get("reasoning_content"):
@@ -162,7 +162,7 @@ def _blocks(turn: MadeTurn) -> list[dict[str, Any]]:
 
 
 def _stop(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
-    """Why the turn ended."""
+    """Return the reason why the turn ended."""
     if turn.answer.message.get("tool_calls"):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if turn.answer.finish_reason == "length":

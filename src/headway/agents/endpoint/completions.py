@@ -1,8 +1,8 @@
-"""Turns by chat messages, OpenAI's ``POST /v1/chat/completions``; by text or token ids, its ``POST /v1/completions``,
-and vLLM's ``POST /inference/v1/generate``.
+"""Dialects for turns by chat messages, OpenAI's ``POST /v1/chat/completions``, and by text or token ids: OpenAI's
+``POST /v1/completions``, and vLLM's ``POST /inference/v1/generate``.
 
-A prompt of text or ids is taken as it is: no template, and no token at its beginning. `renderers` and `verifiers` ask
-for turns in vLLM's form.
+A prompt of text or ids is used unchanged: no template, and no token at its beginning. `renderers` and `verifiers` use
+vLLM's form.
 
 Fields: https://platform.openai.com/docs/api-reference, and ``GenerateRequest`` and ``GenerateResponse`` in
 vllm/entrypoints/serve/disagg/protocol.py
@@ -43,7 +43,7 @@ class _ChatBody(Body):
 
 
 class ChatCompletions(Dialect):
-    """The dialect of chat completions."""
+    """Dialect of chat completions."""
 
     path = "/v1/chat/completions"
     body = _ChatBody
@@ -82,7 +82,7 @@ class ChatCompletions(Dialect):
 
 
 def _message(message: dict[str, Any], where: str) -> Message:
-    """The plain message of one that a client sent: fields that say nothing to the policy are left out."""
+    """Return the plain message of a client's message: fields that mean nothing to the policy are left out."""
     if message.get("role") == "function" or message.get("function_call"):
         raise wrong(where, message, "tool_calls and messages of role tool, the form that followed function_call")
     plain: Message = {"role": role_of(message, where), "content": text_of(message.get("content"), f"{where}.content")}
@@ -105,7 +105,7 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _openai_message(turn: MadeTurn) -> Message:
-    """The policy's answer as OpenAI's clients read it: arguments of calls as JSON text."""
+    """Return the policy's answer in the form of OpenAI's clients: arguments of calls are JSON text."""
     message = dict(turn.answer.with_reasoning_apart)
     if calls := made_calls(turn):
         message["content"] = message["content"] or None
@@ -114,7 +114,7 @@ def _openai_message(turn: MadeTurn) -> Message:
 
 
 def _finish_reason(turn: MadeTurn) -> str:
-    """``stop``, ``length`` or ``tool_calls``."""
+    """Return ``stop``, ``length`` or ``tool_calls``."""
     return "tool_calls" if turn.answer.message.get("tool_calls") else turn.answer.finish_reason
 
 
@@ -130,7 +130,7 @@ def _head(wanted: ParsedRequest, id: str, kind: str) -> dict[str, Any]:
 def _events(
     head: dict[str, Any], choices: Iterable[dict[str, Any]], wanted: ParsedRequest, turn: MadeTurn
 ) -> Iterator[bytes]:
-    """Make the stream of an answer, with the numbers of tokens where they are asked for."""
+    """Make the stream of an answer, with token counts if they are asked for."""
     for choice in choices:
         yield event({**head, "choices": [choice]})
     if (wanted.body.stream_options or {}).get("include_usage"):
@@ -145,7 +145,7 @@ class _Completion(Body):
 
 
 class Completions(Dialect):
-    """The dialect of completions."""
+    """Dialect of completions."""
 
     path = "/v1/completions"
     body = _Completion
@@ -168,7 +168,7 @@ class Completions(Dialect):
 def _one_prompt(
     prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]], texts: TextCodec
 ) -> tuple[int, ...]:
-    """The token ids of the prompt: one, though a list of prompts is a request, too."""
+    """Return the token ids of the prompt. A list of prompts is accepted if it has only one."""
     if not isinstance(prompt, str) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
             raise wrong("prompt", prompt, "one prompt: an answer is one turn; send the others by themselves")
@@ -185,7 +185,7 @@ def _choice(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
             "tokens": [one["token"] for one in tokens],
             "token_logprobs": [one["logprob"] for one in tokens],
             "top_logprobs": [{one["token"]: one["logprob"]} for one in tokens],
-            # An answer without tokens has no offset, and `accumulate` gives one all the same.
+            # An answer without tokens has no offset, but `accumulate` gives one.
             "text_offset": list(accumulate((len(one["token"]) for one in tokens[:-1]), initial=0))[: len(tokens)],
         }
     if wanted.body.return_token_ids:
@@ -206,7 +206,7 @@ class _GenerateBody(Body):
 
 
 class TokenGenerate(Dialect):
-    """The dialect of turns by token ids."""
+    """Dialect of turns by token ids."""
 
     path = "/inference/v1/generate"
     body = _GenerateBody

@@ -1,15 +1,15 @@
-"""A dialect: one form in which clients ask for turns, and are answered.
+"""Dialect: one form in which clients ask for turns and get answers.
 
     wanted = CHAT_COMPLETIONS.read(b'{"model": "policy", "messages": [{"role": "user", "content": "2 + 2?"}]}', texts)
     wanted.request                                  # `TurnRequest`: what the episode is asked for
     CHAT_COMPLETIONS.answer(wanted, turn)           # the body of the answer, from a `MadeTurn`
     list(CHAT_COMPLETIONS.events(wanted, turn))     # the same in pieces, as server-sent events
 
-A dialect translates, and decides nothing: whose turn it is, what sampling holds and what is retried is the endpoint's.
+A dialect only translates. The endpoint decides whose turn it is, which sampling holds and what is retried.
 
-Messages and tools of all dialects become plain chat messages, which the policy's template takes: a conversation is
-the same in any dialect. The run's sampling holds, since training reckons with it (`differences`). A limit such as
-``max_tokens`` or ``stop`` changes no distribution, and is the agent's to choose; a ``seed`` has no effect.
+Messages and tools of all dialects become plain chat messages for the policy's template: a conversation is the same in
+any dialect. The run's sampling holds, since training relies on it (`differences`). The agent may choose limits such as
+``max_tokens`` or ``stop``, which change no distribution; a ``seed`` has no effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headway.errors import HeadwayError, cut, shown
 
 
 class RequestRefused(HeadwayError):
-    """A request that is answered with an error.
+    """Error for a refused request; it becomes the answer.
 
     Attributes:
         status: HTTP's status.
@@ -50,7 +50,7 @@ class RequestRefused(HeadwayError):
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """Text to token ids and back, by the policy's tokenizer: nothing is added, special tokens are shown."""
+    """Text to token ids and back, by the policy's tokenizer: no tokens are added, special tokens are kept."""
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
@@ -58,28 +58,28 @@ class TextCodec:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request, read."""
+    """A parsed request."""
 
     request: TurnRequest
     sampling: Mapping[str, Any]
-    """Settings of sampling by their names in vLLM: those that the request has."""
+    """vLLM's name of a sampling setting → its value in the request."""
     body: Any
-    """The dialect's own, for the answer."""
+    """The dialect's own data, for the answer."""
     texts: TextCodec
 
 
 class Turns(Protocol):
-    """One attempt at an episode, as the endpoint asks it for turns."""
+    """One attempt at an episode, from which the endpoint gets turns."""
 
     name: str
-    """Name of the episode in messages for people."""
+    """Name of the episode in messages."""
     sampling: SamplingParams
     """Sampling of all its turns. A request cannot change it."""
     trains: bool
-    """True where the episode is trained on, so that its samples have to follow the run's distribution."""
+    """True if the episode is trained on, so that its samples must follow the run's distribution."""
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
-        """Have the policy make a turn. Cancelled, the turn is given up; asked for again, it is the same turn.
+        """Let the policy make a turn. Cancelling gives the turn up; the same request later gets the same turn.
 
         Raises:
             EpisodeOver: a limit has ended the episode.
@@ -87,21 +87,21 @@ class Turns(Protocol):
         """
 
     async def count(self, request: TurnRequest) -> int:
-        """The number of tokens of the context that the turn would have. No turn is made.
+        """Return the number of tokens of the context that the turn would have. No turn is made.
 
         Raises:
             UserError: the request cannot be used; says why.
         """
 
     def note(self, kind: TurnNote, reason: str) -> None:
-        """Count a request that was not followed as it was made, with the reason."""
+        """Count a request that was not followed as sent, with the reason."""
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class Body(BaseModel):
-    """Fields that requests of several dialects have. Of others those in `SETTINGS` count; the rest is ignored."""
+    """Fields that several dialects' requests have. Other fields count if they are in `SETTINGS`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -123,11 +123,11 @@ class Dialect(ABC):
     path: str
     """Path of its requests: ``/v1/chat/completions``."""
     counts: str | None = None
-    """Path at which only the tokens of a request are counted, if there is one."""
+    """Path at which only the tokens of a request are counted; None if there is none."""
     body: type[Body]
     """Form of its requests."""
     refused: ClassVar[Mapping[str, str]] = {}
-    """Fields of requests that cannot be followed, and what is expected in their place."""
+    """Field of requests that is not supported → what is expected in its place."""
 
     def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
         """Read a request's body. Raises `RequestRefused`, which says what was given, and what is expected."""
@@ -153,7 +153,7 @@ class Dialect(ABC):
         return ParsedRequest(request, _settings(dict(params)), asked, texts)
 
     def params(self, asked: Any) -> Body:
-        """Return the part of a request that has its limits and its sampling."""
+        """Return the part of a request with its limits and its sampling."""
         return asked  # type: ignore[no-any-return]  # a `body`
 
     def messages(self, asked: Any) -> list[Message]:
@@ -161,19 +161,21 @@ class Dialect(ABC):
         return []
 
     def token_ids(self, asked: Any, texts: TextCodec) -> tuple[int, ...] | None:
-        """Return the context of a request that has no chat messages."""
+        """Return the context of a request without chat messages."""
         return None
 
     @abstractmethod
     def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
-        """Make the answer's body. ``id`` names the turn among all of all episodes: put the dialect's prefix before."""
+        """Make the answer's body. ``id`` is unique among the turns of all episodes; put the dialect's prefix before
+        it.
+        """
 
     @abstractmethod
     def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
         """Make the answer as server-sent events."""
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
-        """Make the body of an answer that is an error; here as OpenAI's clients read it."""
+        """Make the body of an error; here in the form of OpenAI's clients."""
         return openai_error(status, code, message)
 
 
@@ -188,7 +190,7 @@ def _read_body(kind: type[B], body: bytes) -> B:
 
 
 def openai_error(status: int, code: str, message: str) -> dict[str, Any]:
-    """Make an error as OpenAI's clients read it."""
+    """Make an error in the form of OpenAI's clients."""
     kind = {401: "authentication_error", 404: "not_found_error", 503: "server_error"}.get(
         status, "invalid_request_error"
     )
@@ -202,7 +204,7 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 
 def usage(turn: MadeTurn) -> dict[str, int]:
-    """Numbers of tokens of a turn, as OpenAI's chat completions and vLLM name them."""
+    """Return a turn's numbers of tokens, under the names of OpenAI's chat completions and vLLM."""
     sampled = len(turn.sampled.ids)
     return {
         "prompt_tokens": turn.prompt_tokens,
@@ -212,7 +214,7 @@ def usage(turn: MadeTurn) -> dict[str, int]:
 
 
 def token_logprobs(wanted: ParsedRequest, turn: MadeTurn) -> list[dict[str, Any]]:
-    """Log-probs (nats) of the sampled tokens under the policy that sampled them, by their texts."""
+    """Return log-probs (nats) of the sampled tokens under the policy that sampled them, with the tokens' texts."""
     content = []
     for id, logprob in zip(turn.sampled.ids.tolist(), turn.sampled.logprobs.tolist(), strict=True):
         text = wanted.texts.decode([id])
@@ -221,9 +223,9 @@ def token_logprobs(wanted: ParsedRequest, turn: MadeTurn) -> list[dict[str, Any]
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Roles of messages, and what templates call them."""
+"""Role of a message → its name in templates."""
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of parts that are text, and the field that has it."""
+"""Type of a text part → the field with the text."""
 
 
 def bad_body(problem: str, code: str = "invalid_request") -> RequestRefused:
@@ -232,12 +234,12 @@ def bad_body(problem: str, code: str = "invalid_request") -> RequestRefused:
 
 
 def wrong(where: str, given: Any, expected: str) -> RequestRefused:
-    """Make the error for what stands at ``where`` in a request's body."""
+    """Make the error for the value at ``where`` in a request's body."""
     return bad_body(f"{where} is {shown(given)}; expected {expected}")
 
 
 def role_of(message: Mapping[str, Any], where: str) -> str:
-    """The role of a message, as templates know it. Raises `RequestRefused` for one that there is not."""
+    """Return the role of a message, as templates name it. Raises `RequestRefused` for an unknown role."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
@@ -245,7 +247,7 @@ def role_of(message: Mapping[str, Any], where: str) -> str:
 
 
 def text_of(content: Any, where: str, texts: Mapping[str, str] = TEXTS) -> str:
-    """The text of a message's content: text, parts of the types of ``texts``, or nothing.
+    """Return the text of a message's content: text, parts of the types of ``texts``, or nothing.
 
     Raises `RequestRefused` for anything else.
     """
@@ -264,7 +266,7 @@ def text_of(content: Any, where: str, texts: Mapping[str, str] = TEXTS) -> str:
 
 
 def name_of(fields: Mapping[str, Any], name: str, where: str) -> str:
-    """The field ``name``, which is text that is not empty. Raises `RequestRefused` for anything else."""
+    """Return the field ``name``, a text that is not empty. Raises `RequestRefused` for anything else."""
     value = fields.get(name)
     if not isinstance(value, str) or not value:
         raise wrong(f"{where}.{name}", value, "text")
@@ -274,12 +276,12 @@ def name_of(fields: Mapping[str, Any], name: str, where: str) -> str:
 def made_calls(turn: MadeTurn) -> list[tuple[str, str, Any]]:
     """Return id, name and arguments of each tool call of a turn, as JSON can have them."""
     calls = [(one["id"], one["function"]) for one in turn.answer.message.get("tool_calls", ())]
-    # Infinity is no JSON: clients could not read such a call, and it was not recognised when it came back.
+    # Infinity is not JSON: clients could not read such a call, and it was not recognised when sent back.
     return [(id, function["name"], finite(function["arguments"])) for id, function in calls]
 
 
 def _function_tools(tools: Sequence[Mapping[str, Any]]) -> list[ToolSchema] | None:
-    """The schemas of tools in any dialect's form; None of none."""
+    """Return the schemas of tools in any dialect's form; None if there are none."""
     schemas: dict[str, ToolSchema] = {}
     for n, tool in enumerate(tools):
         where, function = f"tools.{n}", tool.get("function", tool)
@@ -304,7 +306,7 @@ def _function_tools(tools: Sequence[Mapping[str, Any]]) -> list[ToolSchema] | No
 
 
 def _named(messages: Sequence[Message]) -> list[Message]:
-    """Give results of tools the names of their tools, from the calls before them: some templates write these."""
+    """Add to results of tools the names of their tools, from the calls before them: some templates write these."""
     names: dict[Any, str] = {}
     result = []
     for message in messages:
@@ -349,11 +351,11 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "bad_words": ([],),
     "chat_template_kwargs": ({},),
 }
-"""Fields that say how to sample, or what else training reckons with → the values that change nothing."""
+"""Field that affects sampling, or anything else that training relies on → the values that change nothing."""
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a request that may change something."""
+    """Return the settings of a request that may change something."""
     found = {}
     for name, neutral in SETTINGS.items():
         value: Any = given
@@ -370,7 +372,9 @@ def _type_of(value: Any) -> Any:
 
 
 def differences(asked: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Say of each setting of ``asked`` that is another one than ``sampling``'s what was asked for, and what holds."""
+    """Return a text for each setting of ``asked`` that differs from ``sampling``: what was asked for, and what
+    holds.
+    """
     found = []
     for name, value in asked.items():
         if name not in _OF_THE_RUN:

@@ -1,10 +1,10 @@
-"""The endpoint: an HTTP server beside the episode worker, at which the agents of its episodes ask for turns.
+"""The endpoint: an HTTP server beside the episode worker, where the agents of its episodes ask for turns.
 
     agent ──POST, its key──▶ Endpoint ▶ Dialect.read ▶ sampling: the run's ▶ Session ▶ a turn of that episode
       ▲                                                                                        │
       └──────────────── Dialect.answer, or its events ◀────────────────────────────────────────┘
 
-A key is made for one attempt at one episode, and refused afterwards. What came in with one key is not seen with
+A key is made for one attempt at one episode, and refused afterwards. Data sent with one key is not visible with
 another.
 """
 
@@ -42,22 +42,22 @@ from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, sa
 from headway.runtime.task_groups import off_loop
 
 MOST_BYTES = 32 * 2**20
-"""Most bytes of a request: a context of a million tokens as text has less."""
+"""Maximum number of bytes of a request: a context of a million tokens as text has less."""
 BODY_TIMEOUT_S = 60.0
-"""Seconds for a request's body to come, of `MOST_BYTES` at most."""
+"""Limit in seconds for a request's body, of at most `MOST_BYTES`, to arrive."""
 CLOSE_TIMEOUT_S = 2.0
-"""Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
+"""Seconds that closing waits for requests under way: their episodes are over by then."""
 MOST_TOLD = 20
-"""Most different refusals of requests without a valid key that are written to the log."""
+"""Maximum number of different refusals of requests without a valid key that are logged."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Hosts that stand for all addresses of a machine, and that at which it reaches itself."""
+"""Host that means all addresses of a machine → the address at which the machine reaches itself."""
 SETTINGS = {
     "turns": "agent.max_turns",
     "tokens": "data.max_prompt_length + data.max_response_length",
     "time": "agent.episode_timeout_s",
     "step": "agent.step_timeout_s",
 }
-"""The setting of each limit of an episode."""
+"""Limit of an episode → its setting."""
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages(), TokenGenerate())
 logger = logging.getLogger(__name__)
 
@@ -73,28 +73,28 @@ class Endpoint:
     """The policy's tokenizer."""
     _: KW_ONLY
     models: Sequence[str] = ("policy",)
-    """Names under which the policy is asked for, the first of which agents are told."""
+    """Names of the policy in requests; agents are given the first."""
     tokenizer: str = ""
-    """Place of the policy's tokenizer, which agents are told."""
+    """Place of the policy's tokenizer, for agents."""
     strict: bool = False
-    """True where requests for other sampling than the run's are refused, not overridden."""
+    """True if requests for other sampling than the run's are refused; otherwise the run's replaces it."""
     max_length: int | None = None
-    """Most tokens of a context with its answer, as clients are told; None where nothing bounds them."""
+    """Maximum number of tokens of a context with its answer, for clients; None for no limit."""
     host: str = "127.0.0.1"
-    """Address to listen at."""
+    """Address to listen on."""
     node: str = "127.0.0.1"
-    """Address of this machine for others, which agents are told where ``host`` is all of its addresses."""
+    """Address of this machine for others; agents are given it if ``host`` means all addresses."""
     port: int = 0
-    """Port to listen at; 0 for any that is free, until it listens there."""
+    """Port to listen on; 0 for any free port, and then its number once the endpoint listens."""
 
     def __post_init__(self) -> None:
         reached = self.host
-        if self.host in ANY_ADDRESS:  # which are those of one family
+        if self.host in ANY_ADDRESS:  # all addresses of one family
             same_family = (":" in self.node) == (":" in self.host)
             reached = self.node if same_family else ANY_ADDRESS[self.host]
         self._reached = f"[{reached}]" if ":" in reached else reached
         self._key = f"hw-{secrets.token_urlsafe(6)}-"
-        """Beginning of all keys of this endpoint, by which those of past episodes are told from others."""
+        """Beginning of all keys of this endpoint, which tells keys of past episodes from foreign ones."""
         self._sessions: dict[str, AgentSession] = {}
         self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
@@ -116,11 +116,11 @@ class Endpoint:
         """Listen.
 
         Raises:
-            ConfigError: the port is in use, or the address is none of this machine's.
+            ConfigError: the port is in use, or the address is not this machine's.
         """
         own = logging.getLogger(f"{__name__}.own")
         own.addFilter(_is_own)
-        # handler_cancellation: by default aiohttp lets a handler run on for a client that has hung up.
+        # handler_cancellation: by default aiohttp lets a handler run on after its client has hung up.
         self._runner = web.AppRunner(
             self._app, access_log=None, logger=own, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S
         )
@@ -132,16 +132,16 @@ class Endpoint:
         except (OSError, UnicodeError) as cause:
             await self.close()
             raise cannot_listen(self.host, self.port, cause) from cause
-        self.port = self._runner.addresses[0][1]  # of port 0, the one that the system has chosen
+        self.port = self._runner.addresses[0][1]  # for port 0 the one that the system chose
 
     @property
     def base_url(self) -> str:
-        """The address as OpenAI's clients take it."""
+        """Address in the form of OpenAI's clients."""
         return f"http://{self._reached}:{self.port}/v1"
 
     @contextmanager
     def open(self, turns: Turns) -> Iterator[Access]:
-        """Answer requests with a key of their own by ``turns``, for as long as the context lasts."""
+        """Answer requests with a new key by ``turns``, for as long as the context lasts."""
         key = f"{self._key}{secrets.token_urlsafe(24)}"
         access = Access(self.base_url, key, self.models[0], self.tokenizer)
         session = self._sessions[key] = AgentSession(turns, access.tag)
@@ -161,7 +161,7 @@ class Endpoint:
 
     @web.middleware
     async def _told_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Tell of refused requests, wrong paths and methods in the clients' own form."""
+        """Report refused requests, wrong paths and wrong methods in the clients' own form."""
         try:
             return await handler(request)
         except RequestRefused as error:
@@ -169,7 +169,7 @@ class Endpoint:
         except web.HTTPException as error:
             why = f"{error.reason}; the endpoint has POST /v1/chat/completions and others"
             refused = RequestRefused(error.status, "not_found", f"{request.method} {request.path}: {why}")
-        except ConnectionError:  # the client hung up while it was answered: this status goes nowhere
+        except ConnectionError:  # the client hung up during the answer: this status goes nowhere
             return web.Response(status=499)
         dialect = self._by_path.get(request.path)
         form = openai_error if dialect is None else dialect.error
@@ -189,7 +189,7 @@ class Endpoint:
         body = await _body(request)
         wanted = await off_loop(len(body), dialect.read, body, self.texts)
         self._check(wanted, session.turns)
-        # Of the bytes as they were sent: bodies that differ in a space are different requests.
+        # Of the raw bytes: bodies that differ in a space are different requests.
         digest = xxhash.xxh3_128(body)
         digest.update(request.path.encode())
         digest.update((repeated := request.headers.get("Idempotency-Key", "")).encode(errors="replace"))
@@ -211,14 +211,15 @@ class Endpoint:
         return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
     def _session(self, request: web.Request) -> AgentSession:
-        """The session of the request's key.
+        """Return the session of the request's key.
 
         Raises:
-            RequestRefused: there is none. The episode worker's log has it, the first times: it belongs to no episode.
+            RequestRefused: there is none. The first such requests are in the episode worker's log: they have no
+                episode.
         """
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
-        for key in given:  # clients of Anthropic's may send both, one of which is made up
+        for key in given:  # Anthropic's clients may send both, one of them made up
             if (session := self._sessions.get(key)) is not None:
                 return session
         what = "with a key that is none of this endpoint's" if any(given) else "without a key"
@@ -232,7 +233,7 @@ class Endpoint:
         raise RequestRefused(401, code, why)
 
     def _check(self, wanted: ParsedRequest, turns: Turns) -> None:
-        """Check the model and the sampling that are asked for."""
+        """Check the requested model and sampling."""
         self._check_model(wanted.body.model)
         if turns.trains and (differ := differences(wanted.sampling, turns.sampling)):
             said = f"sampling that training does not follow: {', '.join(differ)}"
@@ -278,7 +279,7 @@ class Endpoint:
 
 
 def _is_own(record: logging.LogRecord) -> bool:
-    """Tell whether a fault is this server's own. What is no HTTP is answered, and quoting it might tell keys."""
+    """Tell whether a fault is this server's own. Input that is not HTTP gets an answer; its text may contain keys."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
@@ -315,7 +316,7 @@ async def _stream(
 
 
 def cannot_listen(host: str, port: int, cause: Exception) -> ConfigError:
-    """Make the error of an endpoint that cannot listen there."""
+    """Make the error for an endpoint that cannot listen on this address."""
     return ConfigError(
         f"the endpoint for agents cannot listen at {host}:{port}: {getattr(cause, 'strerror', None) or cause}; set "
         "agent.endpoint_port=0 for any free port, and agent.endpoint_host to an address of this machine"
@@ -323,7 +324,7 @@ def cannot_listen(host: str, port: int, cause: Exception) -> ConfigError:
 
 
 async def check_address(host: str, port: int) -> None:
-    """Listen for a moment. Raises `ConfigError` where ``port`` is in use, or ``host`` is no address of this machine."""
+    """Listen for a moment. Raises `ConfigError` if ``port`` is in use, or ``host`` is not this machine's address."""
     try:
         server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except (OSError, UnicodeError) as cause:
@@ -333,7 +334,7 @@ async def check_address(host: str, port: int) -> None:
 
 
 def _refusal(error: HeadwayError) -> RequestRefused:
-    """The answer to a request that failed. Clients know a context that is too long by words of its message."""
+    """Return the answer to a failed request. Clients recognise a too long context by words of its message."""
     match error:
         case RequestRefused():
             return error

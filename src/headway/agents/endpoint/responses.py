@@ -1,6 +1,6 @@
-"""OpenAI's responses: ``POST /v1/responses``, with function tools, streamed or not.
+"""Dialect of OpenAI's responses: ``POST /v1/responses``, with function tools, streamed or not.
 
-A response is not kept: clients send the items of a conversation with each request, as agents do.
+Responses are not stored: clients send all items of a conversation with each request, as agents do.
 
 Fields: https://platform.openai.com/docs/api-reference/responses
 """
@@ -42,7 +42,7 @@ class _ResponsesBody(Body):
 
 
 class Responses(Dialect):
-    """The dialect of responses."""
+    """Dialect of responses."""
 
     path = "/v1/responses"
     counts = "/v1/responses/input_tokens"
@@ -80,7 +80,7 @@ class Responses(Dialect):
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
-    """The chat messages of input items: those of one answer, its thinking, text and calls, are one message."""
+    """Return the chat messages of input items. Thinking, text and calls of one answer become one message."""
     messages: list[Message] = []
     begun = False  # the last message is an answer that further items may belong to
     for n, item in enumerate(items):
@@ -119,7 +119,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def _items(wanted: ParsedRequest, turn: MadeTurn, id: str) -> list[dict[str, Any]]:
-    """The output of a turn."""
+    """Return the output items of a turn."""
     message, calls = turn.answer.with_reasoning_apart, made_calls(turn)
     status = "incomplete" if turn.answer.finish_reason == "length" else "completed"
     items: list[dict[str, Any]] = []
@@ -140,7 +140,7 @@ def _items(wanted: ParsedRequest, turn: MadeTurn, id: str) -> list[dict[str, Any
 def _response(
     wanted: ParsedRequest, turn: MadeTurn, id: str, created: int, items: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """The response with ``items``, or as it is when it begins."""
+    """Return the response with ``items``, or as it is at its beginning."""
     asked: _ResponsesBody = wanted.body
     sampled = len(turn.sampled.ids)
     cut_off = items is not None and turn.answer.finish_reason == "length"
@@ -176,7 +176,7 @@ def _response(
 
 
 def _told(item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Stream events of one output item: the kind and the fields of each."""
+    """Return the stream events of one output item: the kind and the fields of each."""
     of = {"item_id": item["id"]}
     if item["type"] == "function_call":
         begun = {**item, "arguments": "", "status": "in_progress"}

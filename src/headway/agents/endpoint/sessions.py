@@ -1,12 +1,12 @@
-"""The requests of one episode's agent: each is a turn, and one that is sent again is the same turn.
+"""Requests of one episode's agent: each is a turn, and a repeated request gets the same turn.
 
     request ─▶ sent before, and its answer did not arrive? ─no──▶ a turn of the episode ─▶ its answer
                                   └──yes──▶ that turn, finished or under way
 
-A client that repeats a request says so in a header (OpenAI's and Anthropic's do), or repeats one whose answer was cut
-off: only requests tell of that, so that it is known here. One that hangs up before gives its turn up, which is the
-episode's matter (`headway.agents.endpoint.dialect.Turns.turn`): the policy goes on with the call, and whoever asks for
-the same again gets it. What nobody asks for again is not trained.
+A client marks a repeated request by a header (OpenAI's and Anthropic's do), or repeats a request whose answer was cut
+off. Only the requests show this, so it is handled here. If a client hangs up before its answer, the episode gives the
+turn up (`headway.agents.endpoint.dialect.Turns.turn`): the policy goes on with the call, and the same request later
+gets its result. Otherwise the turn is not trained.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ OVER = "the episode of this key is over"
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request for a turn, however often it was sent."""
+    """A request for a turn, which may be sent several times."""
 
     turn: asyncio.Task[MadeTurn]
     clients: int = 0
-    """Number of clients that wait for the answer, or are getting it."""
+    """Number of clients that wait for the answer, or are receiving it."""
     delivered: bool = False
-    """True once a client has got the whole answer."""
+    """True once a client has received the whole answer."""
     sent: int = 1
-    """Number of times that it was sent."""
+    """Number of times that the request was sent."""
 
     @property
     def given_up(self) -> bool:
-        """True where the client hung up before there was an answer."""
+        """True if the client hung up before there was an answer."""
         return self.turn.cancelling() > 0 or self.turn.cancelled()
 
 
@@ -45,22 +45,22 @@ class AgentSession:
     """The requests with one key."""
 
     def __init__(self, turns: Turns, tag: str) -> None:
-        """``tag``: the end of the ids of its answers."""
+        """``tag``: last part of the ids of its answers."""
         self.turns, self.tag = turns, tag
         self._requests: dict[bytes, list[_Request]] = {}
-        """Requests by their digests, in order."""
+        """Digest of a request → requests with it, in order."""
         self._closed = False
 
     @asynccontextmanager
     async def turn(self, wanted: TurnRequest, digest: bytes, *, again: bool) -> AsyncIterator[MadeTurn]:
-        """The turn ``wanted``, a new one or the one that was asked for before. Its answer is sent within the context.
+        """Yield the turn ``wanted``: a new one, or the one asked for before. Its answer is sent within the context.
 
-        Cancelled with nobody else waiting, the turn is given up.
+        If this is cancelled and no other client waits, the turn is given up.
 
         Args:
-            wanted: what the policy is asked for.
-            digest: of all that the client has sent.
-            again: the client says that it has sent this before.
+            wanted: the request to the policy.
+            digest: digest of everything that the client sent.
+            again: True if the client says that it has sent this before.
 
         Raises:
             Refused: the episode is over.
@@ -84,7 +84,7 @@ class AgentSession:
             request.clients -= 1
 
     def close(self) -> None:
-        """End what is under way: the episode is over."""
+        """End the requests under way: the episode is over."""
         self._closed = True
         for request in chain(*self._requests.values()):
             request.turn.cancel()
@@ -94,8 +94,8 @@ class AgentSession:
         if self._closed:
             raise RequestRefused(401, "episode_over", OVER)
         known = [one for one in self._requests.get(digest, ()) if one.given_up or not _failed(one.turn)]
-        # Equal requests may be sent side by side: one that is repeated is the one whose answer was lost, else the one
-        # that was repeated least.
+        # Equal requests may be sent concurrently: a repeated one is the one whose answer was lost, else the one that
+        # was repeated least.
         lost = [one for one in known if not (one.clients or one.delivered)]
         candidates = lost or (known if again else [])
         found = min(reversed(candidates), key=lambda one: (one.given_up, one.delivered, one.sent), default=None)
@@ -103,9 +103,9 @@ class AgentSession:
             found.sent += 1
             self.turns.note(TurnNote.REPEATED, "")
             return found
-        # No await between the look-up and here: the same request, sent twice at once, would become two turns.
+        # No await since the look-up: otherwise the same request, sent twice at once, would become two turns.
         request = _Request(asyncio.get_running_loop().create_task(self.turns.turn(wanted)))
-        # In place of the one that was given up: a repeated request would find that one again, and get no answer.
+        # It replaces the given-up request: a repeated one would find that again, and get no answer.
         self._requests[digest] = [*(one for one in known if one is not found), request]
         return request
 

@@ -1,13 +1,13 @@
-"""Attempt of an episode's program: the turns that it asks for, by its chat or over HTTP, and the log of calls.
+"""Attempt at an episode: one run of its program, the turns that it asks for by chat or HTTP, and the log of calls.
 
     TurnRequest ─▶ limits ▶ tokens.prompt: context, key ▶ CallLog: the call with that key ▶ tokens.answered ─▶ MadeTurn
                                                              └─ its key is unknown: a call of the policy ─▶ a replica
 
-A context has a series of keys, and another series with another limit or stop of the turn's own. A turn takes the first
-key that no other turn of its attempt has, and frees it when it is given up: the same request later is the same call.
+A context has a series of keys, and another series for another limit or stop of the turn itself. A turn takes the first
+key that no other turn of its attempt has, and frees it when given up: the same request later is the same call.
 
-A program that is run again is another attempt, with turns, rows and steps of its own. The log of calls stays, so that
-the attempt takes the same keys again. What it asks otherwise than before is sampled anew.
+A program that is run again is another attempt, with its own turns, rows and steps. The log of calls stays, and the
+attempt takes the same keys again. Requests that differ from before are sampled anew.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from headway.runtime.task_groups import failure_ignored
 
 @dataclass(slots=True, eq=False)
 class _LoggedCall:
-    """A call that some attempt of the program has made."""
+    """A call made by some attempt of the program."""
 
     result: asyncio.Future[Completion]
     asked: PendingRequest | None = None
-    """Request of the call until it is finished; then None, since it holds the whole context."""
+    """Request of an unfinished call; None once it is finished, since it holds the whole context."""
     known: bool = False
-    """True where an earlier attempt, or an earlier process, had the result, and may have acted on it."""
+    """True if an earlier attempt or process had the result, and may have acted on it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -54,13 +54,13 @@ class CallLog:
     affinity: Affinity
     """Affinity of the group, for the first call."""
     on_aborted: Callable[[], object]
-    """Function that is called when an engine has ended a call of this episode."""
+    """Called when an engine has ended a call of this episode."""
     on_failed: Callable[[HeadwayError], None]
-    """Function that is called with the reason when no engine takes a call of this episode."""
+    """Called with the reason when no engine takes a call of this episode."""
     cut: list[Completion] = field(default_factory=list)
     """Results of calls that engines ended themselves."""
     _log: dict[int, _LoggedCall] = field(default_factory=dict)
-    """Calls by their keys."""
+    """Key → call."""
     _salt: int = 0
     """Part of the keys that replicas get; it changes when the episode is begun anew."""
     _replicas: dict[str, None] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class CallLog:
 
     @property
     def replica(self) -> str:
-        """The replica of the last result; empty before the first."""
+        """Replica of the last result; empty before the first."""
         return next(reversed(self._replicas), "")
 
     def call(
@@ -76,7 +76,7 @@ class CallLog:
     ) -> asyncio.Future[Completion]:
         """Call the policy, or return the logged call. Cancelling the wait does not cancel the call.
 
-        ``stop``, ``stop_token_ids``: further strings and tokens that end it, beside those of the sampling.
+        ``stop``, ``stop_token_ids``: strings and tokens that end it, beside those of the sampling.
         """
         logged = self._log.get(prompted.key)
         if logged is None:
@@ -93,7 +93,7 @@ class CallLog:
             )
             self._log[prompted.key] = logged
             self.calls.ask(logged.asked)
-        # Shielded: a turn that is given up leaves the call to who asks for it again.
+        # Shielded: a turn that is given up leaves the call to a later request for it.
         return asyncio.shield(logged.result)
 
     def known(self, prompted: TurnContext) -> bool:
@@ -124,7 +124,7 @@ class CallLog:
 
     def _ended_by(self, max_tokens: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> SamplingParams:
         own = self.sampling
-        if own.min_tokens:  # these would not be sampled before so many tokens, which training knows nothing of
+        if own.min_tokens:  # the engine would not sample these before so many tokens, which training does not know
             stop_token_ids = ()
         return replace(
             own,
@@ -150,7 +150,7 @@ class CallLog:
             self.affinity = Affinity(replica=asked.replica)
         if finished.finish_reason is FinishReason.ABORTED:
             self.cut.append(finished)
-            # Once all results are read that came with this one: an engine ends the calls of a group together.
+            # Once all results of this batch are read: an engine ends the calls of a group together.
             asyncio.get_running_loop().call_soon(self.on_aborted)
         elif not logged.result.done():
             logged.result.set_result(finished)
@@ -166,38 +166,38 @@ class EpisodeAttempt:
     time: EpisodeTime
     trains: bool
     keeps_conversation: bool
-    """True where the end of the episode needs its last conversation."""
+    """True if the end of the episode needs its last conversation."""
     name: str = field(init=False)
     sampling: SamplingParams = field(init=False)
     asked: int = 0
-    """Number of turns that the program asked for, refused ones and those that it gave up included."""
+    """Number of turns that the program asked for, including refused and given-up ones."""
     calls: list[Completion] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    """Numbers of the answered turns, among all that were asked for."""
+    """Numbers of the answered turns, counted among all requested turns."""
     text: str = ""
     """Text of the last answer."""
     cut_off: bool = False
-    """True where the run's limit cut the last answer off, and not a limit of the turn's own."""
+    """True if the run's limit cut off the last answer, and not a limit of the turn itself."""
     limit: str | None = None
-    """The limit that has ended the episode; None before."""
+    """Limit that has ended the episode; None before."""
     repeats: str | None = None
-    """Name of a tool that would be called again and must not be; None while there is none."""
+    """Name of a tool whose call would be a forbidden repetition; None if there is none."""
     rewards: tuple[float, ...] = ()
     """Rewards of turns, as the program gave them with its last request."""
     noted: Counter[TurnNote] = field(default_factory=Counter)
     """Number of irregular requests of the program, by kind."""
     notes: dict[TurnNote, str] = field(default_factory=dict)
-    """First reason for each kind of irregular request that has one."""
+    """Kind of irregular request → the first reason given."""
     running: asyncio.Task[EpisodeEnd] | None = None
     over: bool = False
     conversation: Conversation | None = None
-    """The last conversation; None where it is not wanted, or there is none."""
+    """The last conversation; None if it is not wanted, or there is none."""
     _turns: set[int] = field(default_factory=set)
-    """Keys of all turns, those that were given up included."""
+    """Keys of all turns, given-up ones included."""
     _taken: set[int] = field(default_factory=set)
-    """Keys of the turns that are answered or waited for."""
+    """Keys of the turns that are answered or awaited."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Lock that keeps calls in the order of their turns, however long their texts take to encode."""
+    """Lock that keeps calls in the order of their turns, whatever time their texts take to encode."""
     _waiting: int = 0
     """Number of turns that the program waits for."""
 
@@ -220,7 +220,7 @@ class EpisodeAttempt:
                 self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin a step of the program, which waits for no turn now."""
+        """Begin a step of the program, which now waits for no turn."""
         self.time.begin_step(self._end_step)
 
     async def count(self, request: TurnRequest) -> int:
@@ -237,10 +237,10 @@ class EpisodeAttempt:
     # ------------------------------------------------------------------------------------- the end
 
     def rewarded(self, end: EpisodeEnd) -> EpisodeEnd:
-        """Give the turns of an agent the rewards that it has for its answers.
+        """Assign an agent's rewards for its answers to turns.
 
         Raises:
-            ProgramFailed: there are more or fewer than answers, or one for an answer that there was not.
+            ProgramFailed: there are more or fewer than answers, or one is for an answer that does not exist.
         """
         rewards, numbers = end.answer_rewards, sorted(self.numbers)
         if rewards is None:
@@ -260,7 +260,7 @@ class EpisodeAttempt:
         return replace(end, turn_rewards=given)
 
     def rewards_of_answers(self, turn_rewards: tuple[float, ...]) -> tuple[float, ...]:
-        """Rewards of turns, by numbers that count only answered turns."""
+        """Return the rewards of turns under numbers that count only answered turns."""
         return tuple(turn_rewards[number] for number in sorted(self.numbers) if number < len(turn_rewards))
 
     # ------------------------------------------------------------------------------------- turns
@@ -273,7 +273,7 @@ class EpisodeAttempt:
         except asyncio.CancelledError:  # the turn is given up
             self._taken.remove(prompted.key)
             raise
-        # Its conversation was too long, and a shorter one was answered: this limit did not end the episode.
+        # An earlier conversation was too long, and a shorter one was answered: that limit did not end the episode.
         if self.limit == "tokens":
             self.limit = None
             self.time.forgive()
@@ -294,9 +294,9 @@ class EpisodeAttempt:
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
     async def _asked(self, request: TurnRequest) -> tuple[TurnContext, asyncio.Future[Completion], int | None]:
-        """The context of a turn, the result of its call, and the turn's own limit where the run has room for more.
+        """Return the context of a turn, the result of its call, and the turn's own limit if the run has room for more.
 
-        Raises `EpisodeOver` where a limit refuses the turn.
+        Raises `EpisodeOver` if a limit refuses the turn.
         """
         if self.time.is_over:
             self.limit = self.limit or "time"
@@ -329,7 +329,7 @@ class EpisodeAttempt:
         return EpisodeOver(limit)
 
     def _end_step(self) -> None:
-        """End the program where it is. If it was refused a turn and only asked again, the limit is that turn's."""
+        """Cancel the program. ``step`` is the limit, unless the program was refused turns and only asked again."""
         if self.time.refused < 2:
             self.limit = "step"
         if self.running is not None:
@@ -340,5 +340,5 @@ class EpisodeAttempt:
         prompt = [] if self.conversation is None else self.conversation.prompt
         if not prompt or messages[: len(prompt)] != prompt:
             prompt = list(messages)
-        # A turn by token ids belongs to none.
+        # A turn by token ids belongs to no conversation.
         self.conversation = Conversation(prompt, [*messages, answer][len(prompt) :], opened) if prompt else None

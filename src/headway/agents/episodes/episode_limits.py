@@ -1,9 +1,9 @@
-"""Limits of an episode that a program makes, and the time that its program takes.
+"""Limits of an episode, and the time that its program takes.
 
     begin ─▶ step ─▶ end (a turn is asked for) ─▶ … ─▶ begin (it is answered) ─▶ step ─▶ end
     └────────────────────────── the episode's time ──────────────────────────────────────┘
 
-Both limits of time stand still with the worker's `EpisodeClock`.
+Both time limits pause with the worker's `EpisodeClock`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headway.events import Span
 
 @dataclass(slots=True, eq=False)
 class Deadline:
-    """A callback that comes when its time is reached on a clock, unless it is cancelled."""
+    """Callback at a time on a clock, unless it is cancelled."""
 
     due: float
     """Time on the clock."""
@@ -26,7 +26,7 @@ class Deadline:
 
 
 class EpisodeClock:
-    """The clock of a worker's episodes. It runs from the start; `stop` and `go_on` hold all deadlines and let them run.
+    """Clock of a worker's episodes. It runs from the start; `stop` pauses and `go_on` resumes it with all deadlines.
 
     Example:
         >>> async def late() -> list[str]:
@@ -45,12 +45,12 @@ class EpisodeClock:
     def __init__(self) -> None:
         self._deadlines: dict[Deadline, None] = {}
         self._stood = 0.0
-        """Seconds for which the clock stood still before."""
+        """Seconds of earlier pauses."""
         self._stopped: float | None = None
-        """Time on the loop's clock of the last stop; None while the clock runs."""
+        """Time of the last stop on the loop's clock; None while the clock runs."""
 
     def time(self) -> float:
-        """Seconds on this clock, which stands still between `stop` and `go_on`."""
+        """Return the seconds on this clock, which pauses between `stop` and `go_on`."""
         now = asyncio.get_running_loop().time() if self._stopped is None else self._stopped
         return now - self._stood
 
@@ -62,13 +62,13 @@ class EpisodeClock:
         return deadline
 
     def cancel(self, deadline: Deadline) -> None:
-        """Forget a deadline. One that is over, or was cancelled, stays so."""
+        """Cancel a deadline. No effect if it is over, or was cancelled."""
         self._deadlines.pop(deadline, None)
         if deadline.timer is not None:
             deadline.timer.cancel()
 
     def stop(self) -> None:
-        """Let time stand still. A clock that stands still stays so."""
+        """Pause the clock. No effect if it is paused."""
         if self._stopped is None:
             self._stopped = asyncio.get_running_loop().time()
             for deadline in self._deadlines:
@@ -76,7 +76,7 @@ class EpisodeClock:
                     deadline.timer.cancel()
 
     def go_on(self) -> None:
-        """Let time run again."""
+        """Resume the clock."""
         if self._stopped is not None:
             self._stood += asyncio.get_running_loop().time() - self._stopped
             self._stopped = None
@@ -95,9 +95,9 @@ class EpisodeClock:
 
 
 MOST_STEPS = 32
-"""Most spans of steps in an episode's events, however many turns it has."""
+"""Maximum number of spans of steps in an episode's events, however many turns it has."""
 SHORTEST_WAIT_S = 1e-3
-"""Seconds from which on a wait is recorded: a program is handed to its worker faster than that."""
+"""Minimum seconds of a recorded wait: handing a program to its worker takes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class EpisodeLimits:
     """
 
     max_length: int
-    """Most tokens of a conversation, its prompt included."""
+    """Maximum number of tokens of a conversation, its prompt included."""
     max_turns: int
     max_turn_tokens: int | None = None
     step_timeout_s: float = 60.0
@@ -119,18 +119,19 @@ class EpisodeLimits:
     train_on: tuple[str, ...] = ("turns", "tokens")
     """Limits after which an episode is still trained on."""
     retries: int = 2
-    """Number of times that a program is run again because something that it needs was away for a time."""
+    """Number of times that a program is run again because something it needs was temporarily away."""
     side_effects: tuple[str, ...] = ()
-    """Names of tools that must not be called twice for one answer; ``*`` for all that a program does."""
+    """Names of tools that must not be called twice for one answer; ``*`` for everything that a program does."""
 
     def repeated(self, calls: Iterable[str]) -> str | None:
-        """Return the first of ``calls``, tools that a program called before, that must not be repeated; None for
-        none."""
+        """Return the first of ``calls``, earlier tool calls of a program, that must not be repeated; None if there is
+        none.
+        """
         once = set(self.side_effects)
         return next((name for name in calls if name in once), "its program" if "*" in once else None)
 
     def text(self, limit: str) -> str:
-        """Describe that ``limit`` has ended an episode, for messages."""
+        """Return a text for messages: ``limit`` has ended an episode."""
         match limit:
             case "turns":
                 return f"agent.max_turns={self.max_turns} was reached"
@@ -143,10 +144,10 @@ class EpisodeLimits:
 
 
 class EpisodeTime:
-    """The time of one episode, over all attempts of its program: its limit, and its steps, at most one at a time.
+    """Time of one episode over all attempts of its program: its limit, and its steps, at most one at a time.
 
-    A step is the time in which the program waits for no turn. If there are more than `MOST_STEPS`, the two with the
-    shortest pause between them become one.
+    A step is a time in which the program waits for no turn. If there are more than `MOST_STEPS`, the two with the
+    shortest pause between them are merged.
     """
 
     def __init__(self, clock: EpisodeClock, limits: EpisodeLimits) -> None:
@@ -157,13 +158,13 @@ class EpisodeTime:
         self.waits: list[Span] = []
         """Spans of waits for a place to run, or for something that was away."""
         self.environment_s = 0.0
-        """Seconds that the program took in its steps."""
+        """Seconds that the program spent in its steps."""
         self.is_over = False
-        """True once ``episode_timeout_s`` is over: the turn that the program waits for is its last."""
+        """True once ``episode_timeout_s`` has passed: the turn that the program waits for is its last."""
         self.refused = 0
-        """Number of turns in a row that were refused."""
+        """Number of consecutive refused turns."""
         self._left_s: float | None = None
-        """Seconds that the program has left to end, once a turn was refused; None before."""
+        """Seconds left for the program to end, after a turn was refused; None before."""
         self._whole: Deadline | None = None
         self._step: Deadline | None = None
         self._began = self._began_at = 0.0
@@ -195,7 +196,7 @@ class EpisodeTime:
         self._until = asyncio.get_running_loop().time()
         self.steps.append((self._began, self._until))
         if len(self.steps) > MOST_STEPS:
-            # The two spans with the shortest gap between them become one.
+            # The two spans with the shortest gap between them are merged.
             at = min(range(1, len(self.steps)), key=lambda i: self.steps[i][0] - self.steps[i - 1][1])
             self.steps[at - 1 : at + 1] = [(self.steps[at - 1][0], self.steps[at][1])]
 
@@ -204,13 +205,13 @@ class EpisodeTime:
         self.refused, self._left_s = 0, None
 
     def refuse(self) -> None:
-        """Count a refused turn. From the first one on, the program has the time of one step in all to end."""
+        """Count a refused turn. From the first one on, the program has one step's time in all to end."""
         self.refused += 1
         if self._left_s is None:
             self._left_s = self._limits.step_timeout_s
 
     def close(self) -> None:
-        """Forget the episode's limit."""
+        """Cancel the episode's limit."""
         if self._whole is not None:
             self._clock.cancel(self._whole)
 

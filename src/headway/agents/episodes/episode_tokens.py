@@ -7,9 +7,8 @@
     [context 1][sampled 1][tail][sampled 2]        one row: turn 2 continues all of it
     [context 1][samp][another tail][sampled 3]     a further row: turn 3 forks where its ids differ
 
-If a turn's context begins with all tokens of a row, the turn continues that row; otherwise it begins a row of its own.
-Each sampled token is trained exactly once, in the row that its turn continues or begins; in all other rows it is
-context.
+A turn continues a row if its context begins with all tokens of the row; otherwise it begins a new row. Each sampled
+token is trained exactly once, in the row that its turn continues or begins; in all other rows it is context.
 
 Shape suffixes: P tokens of a context, T sampled tokens of one call, L tokens of a row.
 """
@@ -45,13 +44,13 @@ class TurnContext:
     ids: NDArray[np.int32]
     """[P] the token ids to call the policy with."""
     key: int
-    """Key of the call within its episode: never 0, and the same each time that the program is run."""
+    """Key of the call within its episode: never 0, and equal each time that the program is run."""
     chat: Any = None
-    """What `EpisodeTokens.answered` needs of the context beside its ids."""
+    """Data beside the ids that `EpisodeTokens.answered` needs."""
     state: int | None = None
-    """Key of the state that the turn is taken in (`headway.data.types.TurnSpan`); None: the ids tell."""
+    """Key of the state in which the turn is taken (`headway.data.types.TurnSpan`); None: made of the ids."""
     opened: str = ""
-    """Tag of the thought that the context ends in; empty for none."""
+    """Tag of the thought in which the context ends; empty for none."""
 
 
 class EpisodeTokens(Protocol):
@@ -62,8 +61,8 @@ class EpisodeTokens(Protocol):
 
         Long texts are encoded in a thread. The context continues the turns that were answered before this call.
 
-        ``taken``: keys of calls that other turns have. If a context is asked for again, with the same limits and
-        stops, it gets the first of its keys that is free.
+        ``taken``: keys of other turns' calls. A repeated context with the same limits and stops gets its first free
+        key.
 
         Raises:
             HeadwayError: ``messages`` are no chat messages, or the template refuses them.
@@ -88,7 +87,7 @@ class Chats:
         self.renderer = renderer
         self._choice = parser
         self._others: dict[str, Chats] = {}
-        """Chats with further template variables, by these variables."""
+        """Further template variables → the chats with them."""
 
     @cached_property
     def parser(self) -> ToolParser:
@@ -101,7 +100,7 @@ class Chats:
         return choose_parser(self.renderer, self._choice)
 
     def with_options(self, options: Mapping[str, Any] | None) -> Chats:
-        """Return the chats whose template gets ``options`` on top of the run's."""
+        """Return the chats whose template gets ``options`` on top of the run's variables."""
         if not options:
             return self
         key = repr(sorted(options.items()))
@@ -110,7 +109,7 @@ class Chats:
         return self._others[key]
 
     def new_episode(self, options: Mapping[str, Any] | None = None) -> ChatEpisodeTokens:
-        """Begin an episode, whose template gets ``options`` on top of the run's."""
+        """Begin an episode. Its template gets ``options`` on top of the run's variables."""
         return ChatEpisodeTokens(self.with_options(options))
 
 
@@ -130,7 +129,7 @@ class ChatEpisodeTokens:
         return await off_loop(size, self.context, request, taken)
 
     def context(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
-        """Do what `prompt` does, without a thread. Raises as `EpisodeTokens.prompt`."""
+        """Make a context like `prompt`, without a thread. Raises as `EpisodeTokens.prompt`."""
         if request.token_ids is not None:
             ids = self._run.renderer.checked(request.token_ids)
             return TurnContext(ids, call_key(ids, taken, request.ends))
@@ -179,7 +178,7 @@ class ChatEpisodeTokens:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Numbers of forks, and of tool calls that could not be made."""
+        """Return the numbers of forks, and of tool calls that could not be made."""
         return {"forks": self._rows.forks, "tool_call_problems": self._problems}
 
 
@@ -192,7 +191,7 @@ def _with_reasoning(answer: TurnAnswer, renderer: ChatRenderer) -> TurnAnswer:
 
 
 def _state(request: TurnRequest) -> int:
-    """Key of a turn's state: the state that its program names, or the messages since the last answer.
+    """Return the key of a turn's state: the state that its program names, or the messages since the last answer.
 
     It depends on texts, not on ids: a template may rewrite the past at each turn, and tool calls have numbered ids.
     """
@@ -206,7 +205,7 @@ def _state(request: TurnRequest) -> int:
 
 
 def spans_of(calls: Sequence[Completion]) -> list[list[int]]:
-    """``[[start, version], …]`` of the tokens of several calls, one after the other."""
+    """Return ``[[start, version], …]`` of the tokens of consecutive calls."""
     spans: list[list[int]] = []
     offset = 0
     for call in calls:
@@ -226,7 +225,7 @@ class _GrowingRow:
     """A row that later turns may continue."""
 
     ids: NDArray[np.int32]
-    """[L] everything that the policy read and wrote."""
+    """[L] all tokens that the policy read and wrote."""
     turns: list[tuple[TurnSpan, SampledTokens]] = field(default_factory=list)
 
 
@@ -251,7 +250,7 @@ class TokenRows:
 
     @property
     def forks(self) -> int:
-        """Number of turns that continued no row, without the first one. Each further conversation counts as one."""
+        """Number of turns after the first one that continued no row. Each further conversation counts as one."""
         return max(0, len(self._rows) - 1)
 
     def add(
@@ -261,7 +260,7 @@ class TokenRows:
         number: int | None = None,
         state: int | None = None,
     ) -> bool:
-        """Add a turn: ``tokens`` [T], sampled after ``context`` [P]. Tells whether it continues a row.
+        """Add a turn: ``tokens`` [T], sampled after ``context`` [P]. Returns whether it continues a row.
 
         Args:
             number: the turn's number in its episode; None: the number of turns added so far.
@@ -270,7 +269,7 @@ class TokenRows:
         """
         ids = np.asarray(context, np.int32)
         begun = [row for row in self._rows if np.array_equal(row.ids, ids[: len(row.ids)])]
-        # Of rows that begin each other the longest: it leaves the fewest ids as context of this turn alone.
+        # The longest matching row: it leaves the fewest ids as context of this turn alone.
         row = max(begun, key=lambda row: len(row.ids), default=None)
         continues, known = row is not None, 0 if row is None else len(row.ids)
         if row is None:
@@ -284,7 +283,7 @@ class TokenRows:
         return continues
 
     def rows(self) -> list[RowTokens]:
-        """The rows to train on. What comes before a row's first trained token is its prompt.
+        """Return the rows to train on. The tokens before a row's first trained one are its prompt.
 
         Turns are numbered anew, without gaps. A row in which no token was sampled is left out.
         """
@@ -308,9 +307,9 @@ def _row(row: _GrowingRow, places: Mapping[int, int]) -> RowTokens:
 def call_key(
     context: Sequence[int] | NDArray[np.int32], taken: Container[int] = (), ends: tuple[object, ...] = ()
 ) -> int:
-    """The key of a call with the context [P]: 64 bits, never 0, the same in every process and on every machine.
+    """Return the key of a call with the context [P]: 64 bits, never 0, equal in all processes and on all machines.
 
-    A context has a series of keys, and each further call with it takes the first that is not in ``taken``. ``ends``:
+    A context has a series of keys; each further call with it takes the first one that is not in ``taken``. ``ends``:
     limits and stops of this call's own (`TurnRequest.ends`).
     """
     # Byte order and width are fixed: other processes and machines have to get the same key.
@@ -327,5 +326,5 @@ def _key(context: xxhash.xxh3_64, occurrence: int) -> int:
 
 
 def state_key(said: bytes) -> int:
-    """The key of the state that ``said`` describes: 64 bits with a sign, the same on every machine."""
+    """Return the key of the state that ``said`` describes: 64 bits with a sign, equal on all machines."""
     return int.from_bytes(xxhash.xxh3_64_digest(said), "big", signed=True)

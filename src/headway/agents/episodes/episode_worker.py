@@ -1,11 +1,11 @@
-"""The episode worker: it makes groups of episodes with calls to replicas, and hands each group on when it is whole.
+"""Episode worker: makes groups of episodes with calls to replicas, and hands on each complete group.
 
     generate ─▶ group ─▶ n episodes ─call─▶ Calls ─▶ a replica
                   ▲            ▲                       │
       Group, made              └─────── Completion ◀───┘
 
-An episode of the program of one turn is one call with the prompt's ids; one of a user's program is a
-`headway.agents.episodes.program_episode.ProgramEpisode`. All of it runs on one event loop: the driver's where roles run
+An episode of the one-turn program is one call with the prompt's ids; an episode of a user's program is a
+`headway.agents.episodes.program_episode.ProgramEpisode`. Everything runs on one event loop: the driver's if roles run
 in its process, else that of an actor beside the replicas, so that tokens stay away from the driver.
 """
 
@@ -35,13 +35,13 @@ from headway.errors import HeadwayError, RunError, WorkerDied, boundary
 
 @dataclass(slots=True, eq=False)
 class _OpenGroup:
-    """One group on its way."""
+    """A group that is being made."""
 
     request: Group
     inbox: asyncio.Queue[Group | HeadwayError]
     """Queue of the `generate` call that asked for the group."""
     samplings: Sequence[SamplingParams]
-    """Sampling of each episode, by k; the last may be the baseline's."""
+    """Sampling of each episode, by k; the last one may be the baseline's."""
     affinity: Affinity
     done: dict[int, MadeEpisode] = field(default_factory=dict)
     """Finished episodes of programs, by k."""
@@ -70,31 +70,31 @@ class EpisodeWorker:
     name: str
     """Name under which replicas know its calls."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """Function from an answer's token ids, without its stop token, to its text; None where tokens are simulated."""
+    """Function from an answer's token ids, without its stop token, to its text; None if tokens are simulated."""
     hosting: Hosting | None = None
     """Settings of a user's program; None for the program of one turn."""
     _: KW_ONLY
     gather_s: float = 0.0
-    """Least seconds between two hand-overs of groups; the last groups are handed on at once."""
+    """Minimum seconds between two hand-overs of groups; the last groups are handed on at once."""
     journal: CompletionJournal | None = None
-    """Journal of finished calls, from which groups are made again; None for none."""
+    """Journal of finished calls, from which groups are made again; None without a journal."""
 
     def __post_init__(self) -> None:
         most = None if self.hosting is None else self.hosting.held_out_at_once
         self._room = None if most is None else asyncio.Semaphore(most)
-        """Semaphore for held-out episodes of programs; None for any number."""
+        """Semaphore for held-out episodes of programs; None for no limit."""
         self._calls = RequestDispatcher(self.name, self.journal)
         self._clock = EpisodeClock()
         self._groups: dict[_OpenGroup, None] = {}
         """Groups that were started and are not over."""
         self._held: dict[_OpenGroup, None] | None = None
-        """Groups that wait for `go_on`; None while no hold is on."""
+        """Groups that wait for `go_on`; None if there is no hold."""
         self._changed = asyncio.Event()
-        """Event that is set when a group is over."""
+        """Set when a group is over."""
         self._whole: dict[_OpenGroup, None] = {}
-        """Groups that are over and were not handed on yet."""
+        """Complete groups that were not handed on yet."""
         self._hands_on_at = 0.0
-        """Time on the loop's clock before which whole groups are gathered."""
+        """Time on the loop's clock until which complete groups are collected."""
         self._handing_on: asyncio.TimerHandle | None = None
         self._ended: HeadwayError | None = None
 
@@ -173,9 +173,9 @@ class EpisodeWorker:
         return self._calls.failures()
 
     def end(self, error: HeadwayError) -> None:
-        """Raise ``error`` from `generate` from now on, calls under way included."""
+        """Raise ``error`` from `generate` from now on, also for calls under way."""
         self._ended = error
-        self._hand_on()  # before the error, behind which `generate` reads nothing
+        self._hand_on()  # before the error: `generate` reads nothing after it
         groups = [*self._groups, *(self._held or ())]
         for inbox in dict.fromkeys(group.inbox for group in groups):
             inbox.put_nowait(error)
@@ -264,13 +264,13 @@ class EpisodeWorker:
             self._over(group)
 
     def _over(self, group: _OpenGroup) -> None:
-        """End an episode, and with the last one the group."""
+        """End an episode; the last one ends the group."""
         if len(group.done) + len(group.answers) == len(group.samplings):
             del self._groups[group]
             self._changed.set()
             self._whole[group] = None
             loop = asyncio.get_running_loop()
-            # Nothing else is on its way that could be handed on with it, or it was gathered for long enough.
+            # No other running group could be handed on with it, or groups were collected for long enough.
             if not self._groups or loop.time() >= self._hands_on_at:
                 self._hand_on()
             elif self._handing_on is None:
@@ -293,8 +293,8 @@ class EpisodeWorker:
         self._hands_on_at = asyncio.get_running_loop().time() + self.gather_s
 
     def _abort(self, groups: Iterable[_OpenGroup]) -> None:
-        """End ``groups`` as they are; replicas return what they have of them."""
-        # A list: a group that ends is taken out of what is iterated over.
+        """End ``groups`` as they are; replicas return their partial results."""
+        # A list: an ended group is removed from the mapping that is iterated over.
         for group in [group for group in groups if not group.aborted and group in self._groups]:
             group.aborted = True
             for asked in self._calls.abort(list(group.calls.values())):
@@ -310,7 +310,7 @@ class EpisodeWorker:
             if self._held is not None:
                 self._held.pop(group, None)
             self._whole.pop(group, None)
-            # `self` stands for: it was not there. The values are None.
+            # `self` marks a missing group: the values are None.
             if self._groups.pop(group, self) is self:
                 continue
             self._changed.set()
@@ -356,7 +356,7 @@ def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | 
 def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> Group:
     """Put the episodes of ``group`` together, in order of k, and number their rows.
 
-    All answers are decoded here at once, so that each costs little when it comes.
+    All answers are decoded here at once, so that each costs little when it arrives.
     """
     trajectories: list[Trajectory] = []
     rows: list[RowTokens] = []
@@ -381,7 +381,7 @@ async def local_episode_worker(
     hosting: Hosting | None = None,
     name: str = "episode-worker",
 ) -> AsyncIterator[EpisodeWorker]:
-    """An episode worker of ``engines``, all of which take calls. An engine that fails ends each `generate`.
+    """Yield an episode worker of ``engines``, all of which take calls. An engine that fails ends each `generate`.
 
     async with local_episode_worker(engine, decode=tokenizer.decode) as worker:
         async for group in worker.generate(requests):

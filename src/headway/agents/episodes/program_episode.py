@@ -1,11 +1,11 @@
-"""One episode of a program: turns, limits, and the log of calls by which it can be made again.
+"""One episode of a program: turns, limits, and the log of calls from which it can be made again.
 
     program ──TurnRequest──▶ limits ▶ tokens.prompt ▶ known in the log? ─no─▶ a call of the policy
        ▲                                                   │ yes                     │
        └────────────── TurnAnswer ◀── tokens.answered ◀────┴─────────────────────────┘
 
-If a worker dies, its programs run again from the beginning. The log answers the calls that it knows. What a program
-asks otherwise than before is sampled anew, and what it does not ask again is not trained.
+If a worker dies, its programs run again from the beginning. The log answers known calls. Requests that differ from
+before are sampled anew, and calls that are not asked for again are not trained.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from headway.agents.endpoint.endpoint_server import Endpoint  # the HTTP server takes a third of a second to import
 
 AWAY_S, LOST_S = (0.5, 30.0), (0.05, 1.0)
-"""Seconds before a program is run again, the first time and at most: what it needs was away, or its worker was lost."""
+"""Seconds before a program is run again, first and maximum: what it needs was away, or its worker was lost."""
 _TOLD = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings of sampling that are passed to programs."""
+"""Sampling settings that are passed to programs."""
 MOST_LOSSES = 200
-"""Number of workers that an episode may lose through the fault of other episodes."""
+"""Maximum number of workers that an episode may lose because of other episodes."""
 
 
 class Programs(Protocol):
@@ -47,11 +47,11 @@ class Programs(Protocol):
         """Start the processes of user code, if there are any. Raises as `Hosting.start` says."""
 
     async def run(self, job: EpisodeStart, on_ask: Ask, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
-        """Run a program to its end; its turns are ``on_ask``'s. ``on_begin`` is called when it begins.
+        """Run a program to its end, with turns from ``on_ask``. ``on_begin`` is called when it begins.
 
         Raises:
             RunnerLost: its process ended.
-            ProgramAway: something that it needs is away for a time.
+            ProgramAway: something that it needs is temporarily away.
             HeadwayError: it failed.
         """
 
@@ -64,27 +64,27 @@ class Hosting:
 
     programs: Programs
     new_episode: Callable[..., EpisodeTokens]
-    """Function that begins an episode. It gets the row's variables of the chat template, where there are any."""
+    """Function that begins an episode. It gets the row's template variables, if any."""
     limits: EpisodeLimits
     seed: int = 0
     """Seed of the run."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a turn, beside those of the sampling."""
+    """Further tokens that end a turn, beside those of the sampling."""
     gives_reward: bool = False
-    """True where programs give the rewards, and no reward function gets an episode's last conversation."""
+    """True if programs give the rewards, and no reward function gets an episode's last conversation."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables that the run gives to the chat template."""
     held_out_at_once: int | None = None
-    """Most held-out episodes of an episode worker that are open at once; None for any number."""
+    """Maximum number of open held-out episodes of an episode worker; None for no limit."""
     endpoint: Endpoint | None = None
-    """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
+    """Endpoint at which agents ask for turns; None if programs only use their chat."""
 
     def sampling(self, asked: SamplingParams) -> SamplingParams:
         """Return the sampling of turns in an episode whose request has the sampling ``asked``."""
         return replace(asked, stop_token_ids=tuple(dict.fromkeys((*asked.stop_token_ids, *self.stop_ids))))
 
     async def start(self) -> None:
-        """Start the programs' processes, and then the endpoint that they ask.
+        """Start the programs' processes, and then the endpoint at which they ask.
 
         Raises:
             UserError: the user's code cannot be used, or the endpoint's port is in use.
@@ -106,11 +106,11 @@ class Hosting:
 
 
 MadeEpisode = tuple[Trajectory, list[RowTokens]]
-"""A finished episode: its metadata, with rows numbered from 0, and the tokens of these, none where simulated."""
+"""A finished episode: metadata with rows numbered from 0, and the rows' tokens, none if simulated."""
 
 
 class ProgramEpisode:
-    """An episode under way. `make` runs it; `oldest_version` tells how old its tokens are meanwhile."""
+    """An episode under way: `make` runs it, and `oldest_version` tells the oldest version of its tokens."""
 
     def __init__(self, request: Group, log: CallLog, hosting: Hosting, clock: EpisodeClock) -> None:
         """``log``: the log of the episode's calls, still empty."""
@@ -119,9 +119,9 @@ class ProgramEpisode:
         self._losses = 0
         self._tries = 1
         self._again: str | None = None
-        """Reason why the program was run again last; None before."""
+        """Reason why the program was last run again; None before."""
         self._begun_anew = False
-        """True where the episode was begun again with other answers, so that a tool is not called twice."""
+        """True if the episode was begun again with new answers, so that a tool is not called twice."""
         self._time = EpisodeTime(clock, self._limits)
         self._one = self._try()
         """The attempt under way, or the last one."""
@@ -130,12 +130,12 @@ class ProgramEpisode:
     def oldest_version(self) -> int | None:
         """The oldest version in an answer of this attempt; None before the first token.
 
-        What only an earlier attempt had asked for is not trained, however old it is.
+        Answers that only an earlier attempt asked for are not trained, so their versions do not count.
         """
         return min((version for call in self._one.calls for _, version in call.version_spans), default=None)
 
     async def make(self) -> MadeEpisode:
-        """Run the program to its end. A failure becomes the episode's, and is never raised."""
+        """Run the program to its end. Raises nothing for a failure: it becomes the episode's."""
         end, failure = EpisodeEnd(), None
         try:
             while True:
@@ -186,7 +186,7 @@ class ProgramEpisode:
         """Return the episode of an aborted group as it is, without rows.
 
         Its tokens are the answers of this attempt, and those of calls that engines ended. Calls in flight are dropped
-        and do not count: the group should not keep its place until the last replica has reported.
+        and do not count: otherwise the group would keep its place until the last replica has reported.
         """
         cut = [call for call in self._log.cut if call.length]
         return self._trajectory([*self._one.calls, *cut], FinishReason.ABORTED), []
@@ -206,7 +206,7 @@ class ProgramEpisode:
         )
 
     async def _run(self, one: EpisodeAttempt) -> EpisodeEnd | None:
-        """Run the program once; None where it would have repeated a tool call that must not be repeated."""
+        """Run the program once; None if it would have repeated a tool call that must not be repeated."""
 
         def begin() -> None:
             self._time.begin()
@@ -228,7 +228,7 @@ class ProgramEpisode:
                 template_kwargs(self._hosting.template_kwargs, prompt.extra),
                 prompt.data_text,
             )
-            # Its own task: a limit ends the program, and not the episode, which is this task.
+            # A separate task: a limit ends the program, but not the episode, which is this task.
             one.running = asyncio.get_running_loop().create_task(
                 self._hosting.programs.run(start, answer, on_begin=begin)
             )
@@ -254,7 +254,7 @@ class ProgramEpisode:
         except ProgramFailed:
             if one.limit is None or self._hosting.endpoint is None:
                 raise
-            return EpisodeEnd(turn_rewards=one.rewards)  # an agent raises what its client made of the refused request
+            return EpisodeEnd(turn_rewards=one.rewards)  # an agent raises its client's error for the refused request
         finally:
             # Before the cancellation: a turn that ends by it must begin no step.
             one.over = True
@@ -337,6 +337,6 @@ class ProgramEpisode:
 
 
 def _seed(seed: int, id: TrajectoryId) -> int:
-    """Seed below 2^32 of one episode."""
+    """Return the seed of one episode, below 2^32."""
     parts = [part % 2**32 for part in id]  # held-out prompts may have a negative epoch, which numpy refuses
     return int(np.random.SeedSequence([seed, *parts]).generate_state(1)[0])

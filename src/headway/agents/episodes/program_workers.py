@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 CLOSE_S = 10.0
-"""Seconds for environments to be closed when a run ends."""
+"""Limit in seconds for environments to be closed when a run ends."""
 
 
 class ProgramWorkers:
-    """`headway.agents.episodes.program_episode.Programs` in processes of their own."""
+    """`headway.agents.episodes.program_episode.Programs` in separate processes."""
 
     def __init__(self, name: str, config: Config, logs: Path | None, model_path: str | None = None) -> None:
         """
         Args:
             name: of the episode worker, for messages.
-            logs: the directory for what programs print; None for this process's stderr.
-            model_path: folder of the policy's tokenizer; None where there is none yet.
+            logs: directory for the output of programs; None for this process's stderr.
+            model_path: folder of the policy's tokenizer; None if it does not exist yet.
         """
         self._name = name
         self._agent = config.agent
@@ -49,10 +49,10 @@ class ProgramWorkers:
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._pool: WorkerPool | None = None
         self.waits_s = self._spec.waits_s
-        """Seconds for which loading may wait for servers, beside what the user's code takes."""
+        """Seconds that loading may wait for servers, beside the time of the user's code."""
 
     async def describe(self) -> ProgramDescription:
-        """Load the user's code, in the first process, and return what it turned out to be.
+        """Load the user's code in the first process, and return its description.
 
         Raises:
             UserError: the code cannot be used; says why.
@@ -77,7 +77,7 @@ class ProgramWorkers:
         return described
 
     async def get_ready(self, described: ProgramDescription) -> None:
-        """Start the processes that the episodes of code need that was ``described`` so. Raises as `describe`."""
+        """Start the processes for episodes of code with the description ``described``. Raises as `describe`."""
         if not described.is_async:
             return
         await self.close()  # the process of `describe` takes one episode at a time; coroutines share theirs
@@ -111,7 +111,7 @@ class ProgramWorkers:
 
 
 def program_spec(config: Config) -> ProgramSpec:
-    """The program of ``config``, with absolute paths."""
+    """Return the program of ``config``, with absolute paths."""
     agent = config.agent
     return ProgramSpec(
         tools=agent.tools,
@@ -128,7 +128,7 @@ def program_spec(config: Config) -> ProgramSpec:
 
 
 def variables(names: dict[str, str]) -> dict[str, str]:
-    """Values of ``agent.env``, from this process's environment.
+    """Return the values of ``agent.env``, from this process's environment.
 
     Raises:
         ConfigError: one of them is not set.
@@ -144,13 +144,14 @@ def variables(names: dict[str, str]) -> dict[str, str]:
 def chat_hosting(
     config: Config, tokenizer: PreTrainedTokenizerBase, programs: Programs, node: str = "127.0.0.1"
 ) -> Hosting:
-    """Hosting of the episodes of ``config`` by ``programs``, whose chats ``tokenizer`` renders. Nothing is started.
+    """Return the hosting of ``config``'s episodes by ``programs``, with chats rendered by ``tokenizer``. Starts
+    nothing.
 
-    ``node``: the address of this machine for the others.
+    ``node``: address of this machine for others.
 
     Raises:
-        ConfigError: the tokenizer has no chat template; or there are tools, and it does not show them, or nothing reads
-            its calls.
+        ConfigError: the tokenizer has no chat template; or there are tools, and it does not show them, or no parser
+            reads its calls.
     """
     chats = chats_of(config, tokenizer)
     return Hosting(
@@ -167,7 +168,7 @@ def chat_hosting(
 
 
 def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Endpoint:
-    """The endpoint of the agents of ``config``."""
+    """Return the endpoint for the agents of ``config``."""
     from headway.agents.endpoint.endpoint_server import Endpoint  # here: it takes a third of a second to import
 
     agent = config.agent
@@ -184,7 +185,7 @@ def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Endpoint:
 
 
 def texts_of(renderer: ChatRenderer) -> TextCodec:
-    """Return a codec between text and token ids, by ``renderer``. Ids begin like those of a prompt that is text."""
+    """Return a codec between text and token ids, by ``renderer``. Ids begin like those of a text prompt."""
     start = TextStart(renderer.tokenizer)
     return TextCodec(lambda text: start.added(renderer.encode(text).tolist(), text), renderer.decode)
 
@@ -199,13 +200,13 @@ def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
 
 
 def held_out_at_once(config: Config) -> int:
-    """Most held-out episodes that are open at once on each machine with replicas."""
+    """Return the maximum number of open held-out episodes on each machine with replicas."""
     for_each = 2 * concurrent(config)
     return -(-for_each * len(resolve_placement(config).replicas) // max(1, config.rollout.nnodes))
 
 
 def limits_of(config: Config) -> EpisodeLimits:
-    """Limits of the episodes of ``config``."""
+    """Return the limits of the episodes of ``config``."""
     agent, data = config.agent, config.data
     return EpisodeLimits(
         max_length=data.max_prompt_length + data.max_response_length,

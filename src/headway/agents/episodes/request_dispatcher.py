@@ -1,4 +1,4 @@
-"""Dispatch of an episode worker's requests: each goes to a replica, and to another one if that is lost.
+"""Dispatch of an episode worker's requests to replicas. The requests of a lost replica go to others.
 
 ask ──▶ is there a replica that takes calls? ──yes──▶ ReplicaClient ──one message a loop turn──▶ engine
    │                    │ no: wait for `route`                     └ the replica is lost: ask again
@@ -36,17 +36,17 @@ class CallEngine(Protocol):
 
 @dataclass(eq=False, repr=False)
 class ReplicaClient:
-    """One episode worker's end of a connection. Orders reach the engine in the order in which they were given."""
+    """Connection of one episode worker to a replica. Orders reach the engine in the order in which they were given."""
 
     client: str
-    """The episode worker's name, under which the engine knows the calls."""
+    """Name of the episode worker, under which the engine knows the calls."""
     engine: CallEngine
     on_finished: Callable[[str, Sequence[Completion]], None]
-    """Function that is called with the replica's name and a batch of results."""
+    """Called with the replica's name and a batch of results."""
     on_refused: Callable[[str, Sequence[GenerateRequest], DataError], None]
-    """Function that is called with calls that the engine refused, all those of a message, and the reason."""
+    """Called with all calls of a message that the engine refused, and the reason."""
     on_failed: Callable[[str, HeadwayError], None]
-    """Function that is called once, with the reason, when the replica has failed."""
+    """Called once, with the reason, when the replica has failed."""
     load: int = 0
     """Number of unfinished calls."""
 
@@ -64,7 +64,7 @@ class ReplicaClient:
 
     @property
     def has_room(self) -> bool:
-        """True while some slot of the replica is free."""
+        """True while a slot of the replica is free."""
         return self.load < self.engine.slots
 
     def submit(self, call: GenerateRequest) -> None:
@@ -73,7 +73,7 @@ class ReplicaClient:
         self._ordered.set()
 
     def abort(self, number: int) -> None:
-        """Order the end of a call. One that was not sent yet is sent all the same, so that its result comes back."""
+        """Order the end of a call. An unsent call is still sent, so that its result comes back."""
         self._aborted.append(number)
         self._ordered.set()
 
@@ -84,17 +84,17 @@ class ReplicaClient:
 
     async def close(self) -> None:
         """Leave the engine, which drops the unfinished calls."""
-        self._failed = True  # first: what ends by this is no failure of the replica
+        self._failed = True  # first: errors from now on are no failure of the replica
         await end(self._tasks)
 
     async def _send(self) -> None:
         while True:
             await self._ordered.wait()
-            self._ordered.clear()  # before the lists are taken: what is ordered from here on sets it again
+            self._ordered.clear()  # before the lists are taken: later orders set it again
             calls, self._calls = self._calls, []
             aborted, self._aborted = self._aborted, []
             released, self._released = self._released, []
-            # Before aborts: an engine ignores those of calls that it does not know, and would decode them whole.
+            # Before aborts: an engine ignores aborts of unknown calls, and would decode those calls to their ends.
             if calls:
                 try:
                     await self.engine.submit(self.client, calls)
@@ -122,7 +122,7 @@ class ReplicaClient:
 
 @dataclass(slots=True, eq=False)
 class Affinity:
-    """The replica that calls with a common prefix go to while it has free slots."""
+    """Replica that calls with a common prefix go to while it has free slots."""
 
     on: str | None = None
     """The only replica that may have these calls; None for any replica."""
@@ -135,25 +135,25 @@ class PendingRequest:
     """One call of the policy that has no result yet."""
 
     request: GenerateRequest
-    """The request to a replica; it gets its number when it is sent."""
+    """The request to a replica; it is numbered when it is sent."""
     affinity: Affinity
     done: Callable[[PendingRequest, Completion], None]
-    """Function that is called with the result, also that of an aborted call."""
+    """Called with the result, also that of an aborted call."""
     failed: Callable[[PendingRequest, HeadwayError], None]
-    """Function that is called instead of ``done`` if an engine refuses the call, or its only replica is gone."""
+    """Called instead of ``done`` if an engine refuses the call, or its only replica is gone."""
     replica: str = ""
-    """The replica that has the call, or had it; empty before."""
+    """Replica that has or had the call; empty before."""
     number: int = 0
-    """Number of the call at the replicas; 0 before."""
+    """Number of the call at the replicas; 0 before it is sent."""
     group: int = 0
     """Number of the episode's group, under which the journal keeps the call."""
 
 
 class RequestDispatcher:
-    """Calls of one episode worker, and a client for each replica that it is connected to.
+    """Dispatcher of one episode worker's calls, with a client for each connected replica.
 
-    A group's calls share a prefix, so they go to one replica (`Affinity`): the one that was least loaded when the
-    first of them came. While all of its slots are taken, they go to a replica that has one free.
+    A group's calls share a prefix, so they go to one replica (`Affinity`): the least loaded one when the first call
+    came. While all of its slots are taken, they go to a replica with a free one.
     """
 
     def __init__(self, name: str, journal: CompletionJournal | None = None) -> None:
@@ -164,20 +164,20 @@ class RequestDispatcher:
         self._routed: list[str] = []
         """Replicas that take calls."""
         self._open: dict[int, PendingRequest] = {}
-        """Calls that a replica has, by number."""
+        """Number → call that a replica has."""
         self._waiting: dict[PendingRequest, None] = {}
-        """Calls that wait for a replica that takes some."""
+        """Calls that wait for a replica."""
         self._asked = 0
         self._failures: asyncio.Queue[tuple[str, HeadwayError]] = asyncio.Queue()
 
     # ------------------------------------------------------------------------------------- calls
 
     def ask(self, pending: PendingRequest) -> None:
-        """Send the call to a replica, once some replica takes calls, unless the journal has its result."""
+        """Send the call once a replica takes calls, unless the journal has its result."""
         affinity = pending.affinity
         if self._journal is not None and (past := self._journal.recall(pending.group, pending.request)) is not None:
             pending.replica, completion = past
-            # In the next turn of the loop, as from a replica: who asks has not finished asking.
+            # In the next turn of the loop, as from a replica: the caller has not finished asking.
             asyncio.get_running_loop().call_soon(pending.done, pending, completion)
             return
         if affinity.on is not None:
@@ -194,7 +194,7 @@ class RequestDispatcher:
         pending.number, pending.replica = self._asked, client.engine.name
         client.load += 1
         self._open[pending.number] = pending
-        of = pending.request  # taken apart by hand: `replace` costs as much as the rest of this method
+        of = pending.request  # copied by hand: `replace` costs as much as the rest of this method
         client.submit(
             GenerateRequest(
                 self._asked, of.trajectory, of.input_ids, of.sampling, of.key, of.priority, of.goes_on, of.together
@@ -211,8 +211,9 @@ class RequestDispatcher:
         return lightest if own is None or lightest.has_room else own
 
     def abort(self, calls: Iterable[PendingRequest]) -> list[PendingRequest]:
-        """End calls as they are; replicas return what they have. Returns the calls that no replica has: they end here,
-        without a result."""
+        """End calls as they are; replicas return partial results. Returns the calls that no replica has: they end here,
+        without a result.
+        """
         unsent = []
         for pending in calls:
             if pending in self._waiting:
@@ -239,8 +240,9 @@ class RequestDispatcher:
                 client.release(trajectory)
 
     def unused(self, group: int, trajectory: TrajectoryId) -> int:
-        """Return the number of finished calls of an episode of group ``group`` that the journal has and nothing asked
-        for."""
+        """Return the number of an episode's finished calls in the journal that nothing has asked for. ``group``: number
+        of its group.
+        """
         return 0 if self._journal is None else self._journal.unused(group, trajectory)
 
     # ------------------------------------------------------------------------------------- replicas
@@ -260,11 +262,11 @@ class RequestDispatcher:
         )
 
     async def leave(self, replica: str) -> None:
-        """Send the calls of ``replica`` to others; those that are bound to it fail."""
+        """Send the calls of ``replica`` to others; calls that are bound to it fail."""
         if (client := self._clients.pop(replica, None)) is None:
             return
         self._routed = [name for name in self._routed if name != replica]
-        # All are taken out before the first is asked again: one that fails drops its group's others.
+        # All are removed before the first is asked again: a failing call drops others of its group.
         lost = [pending for pending in self._open.values() if pending.replica == replica]
         for pending in lost:
             del self._open[pending.number]
@@ -273,7 +275,7 @@ class RequestDispatcher:
         await client.close()  # last: it waits for its tasks, and others have the calls by now
 
     def route(self, replicas: Sequence[str]) -> None:
-        """Send new calls to ``replicas`` alone."""
+        """Send new calls only to ``replicas``."""
         self._routed = [name for name in replicas if name in self._clients]
         if self._routed:
             waiting, self._waiting = self._waiting, {}
@@ -300,12 +302,12 @@ class RequestDispatcher:
                 continue  # it was dropped
             self._count_off(replica)
             if self._journal is not None:
-                # Before anybody acts on it: what is done with it must be found again after a kill.
+                # Before anything acts on the result: it must be found again after a kill.
                 self._journal.append(pending.group, pending.request, replica, finished)
             pending.done(pending, finished)
 
     def _on_refused(self, replica: str, calls: Sequence[GenerateRequest], error: DataError) -> None:
-        """Fail the calls that an engine did not take: those of one message, which it takes whole or not."""
+        """Fail all calls of a message that an engine refused: it takes a message completely or not at all."""
         for call in calls:
             if (pending := self._open.pop(call.number, None)) is not None:
                 self._count_off(replica)
@@ -313,6 +315,6 @@ class RequestDispatcher:
 
 
 def nothing_sampled() -> Completion:
-    """Result of a call that was aborted before any replica had it."""
+    """Return the result of a call that was aborted before any replica had it."""
     now = asyncio.get_running_loop().time()
     return Completion(0, 0, [], FinishReason.ABORTED, now, now)

@@ -43,10 +43,10 @@ from headway.errors import EpisodeOver, HeadwayError, ProgramFailed, shown
 from headway.runtime.task_groups import concurrently
 
 Ask = Callable[[TurnRequest], Awaitable[TurnAnswer]]
-"""Asks the episode worker for a turn. Raises `EpisodeOver` where a limit has ended the episode."""
+"""Function that asks the episode worker for a turn. Raises `EpisodeOver` if a limit has ended the episode."""
 MOST_REFUSALS = 100
-"""Number of turns that a program may ask for after its episode is over. It has caught `EpisodeOver` so often then that
-it will for ever, as ``while True`` around ``except Exception`` does, and would hold its process."""
+"""Maximum number of turns that a program may ask for after its episode is over. A program that catches `EpisodeOver`
+for ever, as ``while True`` around ``except Exception`` does, would hold its process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,37 +61,37 @@ class Program(ABC):
     """One form of user code, in the process that runs it: its episodes, each with one end or one error."""
 
     who = ""
-    """Name of the program in messages, as `ProgramSpec.shown` has it."""
+    """Name of the program in messages, from `ProgramSpec.shown`."""
     is_async: bool = True
-    """True where the program shares an event loop with others; else it blocks, and needs a separate process."""
+    """True if the program shares an event loop with others; else it blocks, and needs a separate process."""
     gives_reward: bool | None = None
-    """True where the program gives rewards; None where only its episodes tell."""
+    """True if the program gives rewards; None if this is unknown before its episodes end."""
 
     def describe(self) -> ProgramDescription:
-        """Return what is known before the first episode. May make an environment for that.
+        """Return the facts known before the first episode. May make an environment for that.
 
         Raises:
             UserCodeError: the user's code cannot be used; says why.
-            ProgramAway: what it needs is away for a time.
+            ProgramAway: something that it needs is temporarily away.
         """
         return ProgramDescription(self.is_async, gives_reward=self.gives_reward)
 
     @abstractmethod
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        """Make one episode. What its chat has recorded is added to the end: failed tools, rewards of turns.
+        """Make one episode. Its end also gets the failed tools and the rewards of turns that the chat recorded.
 
-        Rewards of turns that the end has itself are one for each turn, in the order in which turns were asked for.
+        The end's own rewards of turns are one for each turn, in the order in which turns were asked for.
 
         Raises:
-            EpisodeOver: a limit has ended the episode, and nothing is to be added to the rewards that turns were given.
-            ProgramFailed: the user's code raised, or returned what it must not.
+            EpisodeOver: a limit has ended the episode, and only the rewards already given to turns count.
+            ProgramFailed: the user's code raised, or returned an invalid value.
         """
 
     async def serve(self, start: EpisodeStart, ask: Ask) -> EpisodeEnd:
-        """Make the episode ``start``, asking the policy for turns by ``ask``.
+        """Make the episode ``start``, with turns of the policy from ``ask``.
 
-        Before a program that is alone in its process begins, the global generators are seeded with the episode's seed.
-        Where a limit ends the episode, its end has the rewards that were given before.
+        If the program has its process for itself, the global generators are first seeded with the episode's seed. If a
+        limit ends the episode, its end has the rewards that were given before.
 
         Raises:
             ProgramAway: something that the program needs is away for a time; it may be run again.
@@ -108,7 +108,7 @@ class Program(ABC):
             pass
         except AskedTooOften as insisted:
             print(f"{start.name}: {insisted}; it was left there", file=sys.stderr)
-        except ProgramFailed:  # a `HeadwayError`, too, which is raised as it is
+        except ProgramFailed:  # also a `HeadwayError`, which is raised as it is
             raise
         except HeadwayError as cause:
             raise ProgramFailed(str(cause)) from cause
@@ -118,14 +118,14 @@ class Program(ABC):
         return end
 
     async def close(self) -> None:  # noqa: B027 - most programs keep nothing
-        """Close what is kept from one episode to the next."""
+        """Close what outlives an episode."""
 
 
 class Chat:
-    """The policy, as a program asks it for turns.
+    """Chat of a program with the policy, from which it gets turns.
 
-    An episode may have several conversations, and several turns at once: what a turn goes on from is told by its
-    messages alone. Where they extend an earlier conversation, its tokens are kept as they were sampled.
+    An episode may have several conversations, and several turns at once: only a turn's messages tell what it continues.
+    If they extend an earlier conversation, its tokens are kept as they were sampled.
     """
 
     def __init__(self, ask: Ask, start: EpisodeStart, who: str) -> None:
@@ -139,7 +139,7 @@ class Chat:
         self._over: EpisodeOver | None = None
         self._closed = False
         self.seed = start.seed
-        """Seed of the episode, below 2^32: the same where it is run again. Seed your own generators with it."""
+        """Seed of the episode, below 2^32: equal when it is run again. Seed your own generators with it."""
 
     @property
     def turns(self) -> int:
@@ -154,15 +154,15 @@ class Chat:
         max_tokens: int | None = None,
         state: str | None = None,
     ) -> TurnAnswer:
-        """Have the policy answer ``messages``.
+        """Let the policy answer ``messages``.
 
         Args:
             messages: the conversation so far, as chat messages; begin with ``row["messages"]`` or with your own. Go on
                 with ``[*messages, answer.message, …]``, the answer unchanged.
             tools: functions with types and a docstring, or their schemas, that the model may call in this turn.
-            max_tokens: most tokens to sample; the run's own limits hold in any case.
-            state: name of the state that this turn is taken in, which ``gigpo`` compares turns by. Default: what
-                ``messages`` have since the last answer.
+            max_tokens: maximum number of tokens to sample; the run's own limits hold in any case.
+            state: name of the state in which this turn is taken, by which ``gigpo`` compares turns. Default: the
+                messages since the last answer.
 
         Raises:
             EpisodeOver: a limit has ended the episode; there will be no further turn.
@@ -186,7 +186,7 @@ class Chat:
         place = self._asked
         self._asked += 1
         try:
-            # Rewards so far travel with each request: where the process dies, they are not lost with it.
+            # Rewards so far go with each request: they survive the death of the process.
             answer = await self._ask(replace(request, rewards=self._turn_rewards))
         except EpisodeOver as over:
             self._over = over  # later turns are refused at once, without asking
@@ -202,16 +202,16 @@ class Chat:
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> TurnAnswer:
-        """Have the policy continue ``token_ids`` [P]: a turn without chat messages.
+        """Let the policy continue ``token_ids`` [P]: a turn without chat messages.
 
         Args:
-            max_tokens: most tokens to sample; the run's own limits hold in any case.
+            max_tokens: maximum number of tokens to sample; the run's own limits hold in any case.
             stop: strings that end the turn.
             stop_token_ids: tokens that end it.
 
         Raises:
             EpisodeOver: a limit has ended the episode; there will be no further turn.
-            ProgramFailed: there are more of ``stop`` and ``stop_token_ids`` than are looked for.
+            ProgramFailed: ``stop`` or ``stop_token_ids`` has too many items, or a too long one.
         """
         if (problem := too_much_ends(stop, stop_token_ids)) is not None:
             raise ProgramFailed(f"{self._who}: {problem}")
@@ -227,17 +227,17 @@ class Chat:
     def reward(self, value: float, answer: TurnAnswer | None = None) -> None:
         """Give a reward to the turn that made ``answer``, by default the last one. Several rewards of a turn add up.
 
-        The program's return value is the reward of the episode, beside those of turns.
+        The program's return value is the episode's reward, in addition to those of turns.
 
         Raises:
-            ProgramFailed: the value is no finite number, or there was no such turn.
+            ProgramFailed: the value is not a finite number, or there was no such turn.
         """
         self._add(self._turn(answer, "reward"), number(value, f"{self._who}: the reward of a turn"))
 
     async def call_tools(self, answer: TurnAnswer) -> list[Message]:
         """Make the tool calls of ``answer``, and return the messages with their results.
 
-        That turn must have been given the tools as functions. If a call cannot be made or a tool raises, the message
+        The turn must have been given the tools as functions. If a call cannot be made or a tool raises, the message
         says so. Calls run concurrently if all of the tools are asynchronous, else one after the other.
 
         Raises:
@@ -267,7 +267,7 @@ class Chat:
         """Allow no further turns. Return ``end`` with what is recorded here: failed tools, rewards of turns.
 
         Raises:
-            ProgramFailed: there are more or fewer rewards in ``end`` than turns, or turns were given some already.
+            ProgramFailed: ``end`` has more or fewer rewards than there are turns, or turns already have rewards.
         """
         self._closed = True
         if end.turn_rewards:
@@ -296,7 +296,7 @@ class Chat:
 
     @property
     def _turn_rewards(self) -> tuple[float, ...]:
-        """Rewards by the number of the turn; empty where no turn was given one."""
+        """Return the rewards by turn number; empty if no turn was given one."""
         turns = max((turn.number for turn in self._answered), default=-1) + 1
         return tuple(self._rewards.get(n, 0.0) for n in range(turns)) if self._rewards else ()
 
@@ -332,7 +332,7 @@ class Chat:
         raise ProgramFailed(f"{self._who}: max_tokens is {shown(max_tokens)}; expected a whole number from 1")
 
     def _tools(self, tools: Any) -> dict[str, Tool]:
-        """Each tool by its name; one that was given as a schema has no function."""
+        """Return the tools by name; a tool given as a schema has no function."""
         found: dict[str, Tool] = {}
         origin = f"{self._who}: chat.turn(tools=…)"
         for given in [tools] if callable(tools) or isinstance(tools, Mapping) else tools:

@@ -1,4 +1,4 @@
-"""Tools that the model may call: functions, sources that hold something for each episode, and all tools of a run.
+"""Tools that the model may call: functions, sources with state for each episode, and all tools of a run.
 
 box = Toolbox([*load_tools(["tools.py:look_up"]), *servers])
 async with box.episode(start) as given:
@@ -23,7 +23,7 @@ from headway.agents.interface.user_calls import awaited
 from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, shown, writable
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-"""Pattern for the name of a tool, as APIs and MCP take it."""
+"""Pattern of tool names that APIs and MCP accept."""
 EXPECTED = (
     "a tool is a function that has a type on each parameter and a docstring: what it does and, under a line 'Args:', "
     "a line 'name: what it is' for each parameter"
@@ -32,14 +32,14 @@ EXPECTED = (
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The outcome of one call of a tool."""
+    """Result of one call of a tool."""
 
     text: str
     """Text for the model: what the tool returned, or what it raised."""
     failed: bool = False
-    """True where the tool raised, or said that it failed."""
+    """True if the tool raised, or reported a failure."""
     reward: float | None = None
-    """Reward of the turn that made the call; None where the tool gives none."""
+    """Reward of the turn that made the call; None if the tool gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,19 @@ class Tool:
     schema: dict[str, Any] = field(repr=False)
     """``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``."""
     function: Callable[..., Any] | None = field(repr=False)
-    """Returns a value that is shown to the model, or a `ToolResult`; None where the program calls it itself."""
+    """Function of the tool. Returns a value to show to the model, or a `ToolResult`; None: the program calls it
+    itself."""
     show: Callable[[Any], str] = field(default_factory=lambda: shown_to_model, repr=False)
-    """Turns what the function returns into the text that the model is told."""
+    """Converts the function's result to text for the model."""
     blocks: bool | None = None
-    """True where the function runs in the calling thread and blocks it. Default: all but coroutine functions do."""
+    """True if the function runs in the calling thread and blocks it. Default: True except for coroutine functions."""
     origin: str = ""
     """The setting that names the tool, for messages."""
 
     def __post_init__(self) -> None:
         """
         Raises:
-            UserCodeError: the name is none that APIs take.
+            UserCodeError: APIs do not accept the name.
         """
         if not isinstance(self.name, str) or NAME.fullmatch(self.name) is None:
             left_out = f", or leave it out ({self.origin}.tools)" if self.origin.startswith("agent.mcp.") else ""
@@ -72,26 +73,26 @@ class Tool:
 
     @property
     def is_async(self) -> bool:
-        """True where the function shares an event loop with others; else it blocks where it is called."""
+        """True if the function shares an event loop with others; otherwise it blocks its caller."""
         return inspect.iscoroutinefunction(self.function) if self.blocks is None else not self.blocks
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call the tool with ``arguments`` that fit its schema. What it raises becomes a message to the model.
+        """Call the tool with ``arguments`` that fit its schema. Its exceptions become messages to the model.
 
-        Cancellation and interrupts pass through, and so does `Unavailable`: the model has no part in that.
+        Cancellation, interrupts and `Unavailable` pass through: the model has no part in them.
         """
         assert self.function is not None, "the program calls it itself"
         try:
             value = self.function(**arguments)
             if inspect.isawaitable(value):
-                # What blocks awaits nothing but what runs without a loop: in one it could not run its own.
+                # A blocking function is called without an event loop, so that it may run its own.
                 value = await (value if self.blocks else awaited(value))
             if isinstance(value, ToolResult):
                 return ToolResult(writable(value.text), value.failed, value.reward)
             return ToolResult(writable(self.show(value)))
         except (Unavailable, ProgramFailed):
             raise
-        except (Exception, SystemExit) as cause:  # a tool that calls sys.exit() ends no process of ours
+        except (Exception, SystemExit) as cause:  # a tool that calls sys.exit() must not end the process
             return ToolResult(f"Error: {self.name} failed: {said_by(cause)}", failed=True)
 
 
@@ -99,7 +100,7 @@ class OpenToolbox:
     """The tools of one episode."""
 
     def __init__(self, tools: Sequence[Tool], *ends: Callable[[], Awaitable[EpisodeEnd]]) -> None:
-        """``ends``: functions that return the reward and the metrics that tools give at the episode's end."""
+        """``ends``: functions that return the tools' reward and metrics at the episode's end."""
         self.tools = tools
         self._ends = ends
 
@@ -112,25 +113,25 @@ class OpenToolbox:
 
 
 class ToolSource(Protocol):
-    """Tools that hold something for each episode: an object, a connection, rewards."""
+    """Tools with state for each episode: an object, a connection, rewards."""
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools as they are known before the first episode. Calls go to the tools that `episode` yields."""
+        """Tools known before the first episode. Calls go to the tools that `episode` yields."""
         ...
 
     @property
     def gives_reward(self) -> bool:
-        """True where the tools may give rewards."""
+        """True if the tools may give rewards."""
         ...
 
     def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[OpenToolbox]:
-        """Open the tools for one episode. What they hold is made at their first call, and released after the last."""
+        """Open the tools for one episode. Their state is made at their first call, and released after the last."""
         ...
 
 
 def shown_to_model(value: Any) -> str:
-    """Text of what a tool returned, for the model: text as it is, plain data as JSON, anything else as it prints."""
+    """Return a tool's result as text for the model: text unchanged, plain data as JSON, anything else by ``str``."""
     if isinstance(value, str):
         return value
     try:
@@ -140,10 +141,10 @@ def shown_to_model(value: Any) -> str:
 
 
 def make_tool(function: Callable[..., Any], spec: str) -> Tool:
-    """The tool that calls ``function``: a function or a bound method, which messages name ``spec``.
+    """Make the tool that calls ``function``, a function or a bound method, which messages name ``spec``.
 
     Raises:
-        UserCodeError: no tool can be made of it; says why, what was given, and what is expected.
+        UserCodeError: ``function`` cannot become a tool; says why, what was given, and what is expected.
     """
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
         raise UserCodeError(f"{spec}: it is a {type(function).__name__}, and no tool can be made of it; {EXPECTED}")
@@ -169,8 +170,8 @@ def make_tool(function: Callable[..., Any], spec: str) -> Tool:
 
 @contextmanager
 def _torch_left_out() -> Iterator[None]:
-    """Keep transformers from importing torch, which it does merely to know a tensor's type if it sees one: a second and
-    180 MiB for each process of tools. Where user code has imported torch already, nothing changes.
+    """Keep transformers from importing torch, which it does only to recognise tensors: that costs a second and 180 MiB
+    in each process of tools. No effect if user code has imported torch already.
     """
     from transformers.utils import chat_template_utils
 
@@ -191,11 +192,11 @@ class Toolbox:
     def __init__(self, given: Sequence[Tool | ToolSource] = ()) -> None:
         """
         Raises:
-            UserCodeError: two tools have one name.
+            UserCodeError: two tools have the same name.
         """
         self._given = given
         self.tools: list[Tool] = [tool for one in given for tool in ((one,) if isinstance(one, Tool) else one.tools)]
-        """The tools as they are known before the first episode."""
+        """Tools known before the first episode."""
         found: dict[str, Tool] = {}
         for tool in self.tools:
             _check_types(tool)
@@ -216,17 +217,17 @@ class Toolbox:
 
     @property
     def is_async(self) -> bool:
-        """True where none of the tools blocks the event loop that it is called in."""
+        """True if no tool blocks the event loop in which it is called."""
         return all(tool.is_async for tool in self.tools)
 
     @property
     def gives_reward(self) -> bool:
-        """True where some of the tools may give rewards."""
+        """True if a tool may give rewards."""
         return any(one.gives_reward for one in self._given if not isinstance(one, Tool))
 
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[OpenToolbox]:
-        """Open the tools for one episode, and close them after it, also when it fails."""
+        """Open the tools for one episode, and close them after it, also after a failure."""
         tools: list[Tool] = []
         async with AsyncExitStack() as stack:
             sources: list[OpenToolbox] = []
@@ -234,14 +235,14 @@ class Toolbox:
                 if isinstance(one, Tool):
                     tools.append(one)
                 else:
-                    # By the stack: where a later source fails, those before are closed.
+                    # By an exit stack: if a later source fails, the earlier ones are closed.
                     sources.append(await stack.enter_async_context(one.episode(start)))
                     tools += sources[-1].tools
             yield OpenToolbox(tools, *(source.end for source in sources))
 
 
 def _check_types(tool: Tool) -> None:
-    """Refuse a schema with a type that JSON Schema lacks: arguments of it could not be checked."""
+    """Refuse a schema with a type that JSON Schema lacks: such arguments could not be checked."""
     from jsonschema.validators import Draft202012Validator, validator_for
 
     parameters = tool.schema["function"].get("parameters") or {}

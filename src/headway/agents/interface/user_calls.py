@@ -1,7 +1,7 @@
 """Calls of user code: awaited with or without an event loop, failures turned into typed errors, generators seeded.
 
-A synchronous program runs in a process without an event loop, so that its code may run one itself. Asynchronous parts
-of it, such as a reward that asks a judge, run in a loop for the time of the call.
+A synchronous program runs in a process without an event loop, so that its code may run one. Its asynchronous parts,
+such as a reward that asks a judge, run in a loop for the duration of the call.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from headway.errors import (
 
 T = TypeVar("T")
 CLOSE_S = 20.0
-"""Seconds for a tool or an environment to give back what an episode held."""
+"""Limit in seconds for a tool or an environment to release the resources of an episode."""
 
 
 async def awaited(value: Awaitable[T]) -> T:
-    """Await ``value``, in a loop of this process where none is running."""
+    """Await ``value``, in a loop of this process if none is running."""
     if is_in_a_loop():
         return await value
 
@@ -47,13 +47,13 @@ async def awaited(value: Awaitable[T]) -> T:
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the user's, and await its result where that is awaitable."""
+    """Call a function of the user's, and await its result if that is awaitable."""
     value = function(*args, **kwargs)
     return await awaited(value) if inspect.isawaitable(value) else value
 
 
 async def close_quietly(close: Callable[[], Any]) -> None:
-    """Close what an episode held. An exception of ``close`` is only printed: the episode has ended already."""
+    """Close a resource of an episode. An exception of ``close`` is only printed: the episode has ended already."""
     try:
         async with asyncio.timeout(CLOSE_S) if is_in_a_loop() else nullcontext():
             await called(close)
@@ -84,32 +84,32 @@ def is_in_a_loop() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """The loop of ``process``: one for all calls, since clients stay bound to theirs; a forked child has its own."""
+    """Return the loop of ``process``: one for all calls, since clients stay bound to it; a forked child has its own."""
     return asyncio.new_event_loop()
 
 
 class AskedTooOften(BaseException):
-    """Ends a program that keeps asking after its episode is over. `except Exception` does not catch it."""
+    """Exception that ends a program which asks on after its episode is over. `except Exception` does not catch it."""
 
 
 AWAY_BY_NAME = frozenset(
     {"ConnectionError", "Timeout", "TransportError", "ClientConnectionError", "ConnectionClosed", "APIConnectionError"}
 )
-"""Names of exceptions for a peer that is away: ``requests``, ``httpx``, ``aiohttp``, ``websockets``, ``openai``."""
+"""Exceptions that mean a peer is away: of ``requests``, ``httpx``, ``aiohttp``, ``websockets``, ``openai``."""
 
 
 @contextmanager
 def failing(doing: str) -> Iterator[None]:
-    """Turn exceptions of user code into `ProgramFailed`, or into `ProgramAway` if a peer cannot be reached for a time.
+    """Turn exceptions of user code into `ProgramFailed`, or into `ProgramAway` if a peer is temporarily unreachable.
 
-    The traceback goes to standard error, which is the worker's log. `EpisodeOver` passes, also out of a group of
-    exceptions or as the cause of another one; so do Headway's own errors, cancellation and interrupts.
+    The traceback goes to standard error, the worker's log. `EpisodeOver` passes, also from a group of exceptions or as
+    a cause; so do Headway's own errors, cancellation and interrupts.
     """
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit, AskedTooOften):
         raise
-    # Some packages raise what is no Exception (func_timeout, panics of Rust), and sys.exit() ends no process of ours.
+    # Some packages raise no Exception (func_timeout, panics of Rust), and sys.exit() must not end the process.
     except BaseException as cause:
         if isinstance(cause, HeadwayError) and not isinstance(cause, Unavailable):
             raise
@@ -125,7 +125,7 @@ def failing(doing: str) -> Iterator[None]:
 
 @contextmanager
 def beforehand() -> Iterator[None]:
-    """Turn failures of user code before the first episode into what they are there: something wrong that was given."""
+    """Turn failures of user code before the first episode into `UserCodeError`; `ProgramAway` stays."""
     try:
         yield
     except ProgramAway:
@@ -135,11 +135,11 @@ def beforehand() -> Iterator[None]:
 
 
 def is_away(cause: BaseException) -> bool:
-    """Tell whether ``cause``, or an exception that it was raised from, says that a peer cannot be reached."""
+    """Tell whether ``cause``, or an exception that it was raised from, means that a peer cannot be reached."""
     one: BaseException | None = cause
     while one is not None:
         names = {kind.__name__ for kind in type(one).__mro__}
-        # urllib derives its error for a peer that has answered, HTTPError, from that for one that is away.
+        # urllib's HTTPError, for a peer that has answered, derives from its error for a peer that is away.
         by_urllib = "URLError" in names and "HTTPError" not in names
         if isinstance(one, ConnectionError | TimeoutError) or names & AWAY_BY_NAME or by_urllib:
             return True
@@ -150,12 +150,12 @@ def is_away(cause: BaseException) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Convert arrays, tensors and their scalars to lists and numbers of Python's own."""
+    """Convert arrays, tensors and their scalars to Python's own lists and numbers."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 def finite_number(value: Any) -> float | None:
-    """Return ``value`` as a float; None where it is no finite number. Bool and arrays of one element are numbers."""
+    """Return ``value`` as a float; None if it is not a finite number. Bool and arrays of one element are numbers."""
     found = plain(value)
     while found is not value and isinstance(found, list) and len(found) == 1:
         found = found[0]
@@ -163,7 +163,7 @@ def finite_number(value: Any) -> float | None:
         return None
     try:
         number = float(found)
-    except Exception:  # a whole number beyond all floats, among others
+    except Exception:  # for example an integer beyond all floats
         return None
     return number if math.isfinite(number) else None
 
@@ -172,7 +172,7 @@ def number(value: Any, what: str) -> float:
     """Return ``value`` as a float; ``what`` names it in the message.
 
     Raises:
-        ProgramFailed: it is no finite number.
+        ProgramFailed: it is not a finite number.
     """
     if (found := finite_number(value)) is not None:
         return found
@@ -180,7 +180,7 @@ def number(value: Any, what: str) -> float:
 
 
 def _ended_by(cause: BaseException) -> EpisodeOver | None:
-    """The `EpisodeOver` that ``cause`` was raised from, or that is all there is in a group of exceptions."""
+    """Return the `EpisodeOver` that ``cause`` was raised from, or that a group of exceptions consists of."""
     one: BaseException | None = cause
     while one is not None:
         if isinstance(one, EpisodeOver):
@@ -202,10 +202,10 @@ def is_cancelled() -> bool:
 
 
 def path_of_commands() -> str:
-    """Make the ``PATH`` of the user's commands: the folder of this interpreter comes first, as when its environment is
-    activated, so that ``python`` and what is installed beside it are those of Headway's.
+    """Return the ``PATH`` of the user's commands: the folder of this interpreter comes first, as in an activated
+    environment, so that ``python`` and the programs beside it are Headway's.
 
-    Where Python has no environment of its own and is on the path, the order of the path is left as it is.
+    The order stays as it is if Python has no environment of its own and is on the path.
     """
     folder, path = str(Path(sys.executable).parent), os.environ.get("PATH") or os.defpath
     if sys.prefix == sys.base_prefix and folder in path.split(os.pathsep):
@@ -214,7 +214,7 @@ def path_of_commands() -> str:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's global generator and, where it is imported, numpy's."""
+    """Seed Python's global generator, and numpy's if it is imported."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:  # not imported for this: that takes time
         numpy.random.seed(seed)

@@ -1,8 +1,8 @@
-"""Rewards that need no file: each a function of one response, made from ``reward.params``.
+"""Built-in rewards, which need no file: each is a function of one response, made from ``reward.params``.
 
-What stands in a thought is never scored, and a response whose thought never ended gets 0 (`make_rule`).
+Text within a thought is never scored, and a response whose thought never ended gets 0 (`make_rule`).
 
-`BUILT_IN` names them. A maker's keyword arguments are the parameters; what it makes is called once for each response.
+`BUILT_IN` names them. A maker's keyword arguments are the parameters; its result is called once for each response.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from headway.runtime.user_code import Parameters, did_you_mean
 Rule = Callable[[ScoreRequest, Response], float]
 """A function of a request and one of the group's responses that returns the response's value."""
 AnswerRule = Callable[[ScoreRequest, str], float]
-"""The same of what follows the response's thought."""
+"""Like `Rule`, but of the text after the response's thought."""
 
 
 def exact_match() -> AnswerRule:
-    """Make the rule: 1 where the response behind its thought is the answer's text, surrounding space aside."""
+    """Make the rule: 1 if the response after its thought is the answer's text, surrounding space aside; else 0."""
     return lambda request, response: float(response.strip() == _answer_of(request).strip())
 
 
 def regex(pattern: str, group: int | str | None = None, answer_pattern: str | None = None) -> Rule:
-    """Make the rule: 1 where the last match of ``pattern`` in the response is the answer, space aside; else 0.
+    """Make the rule: 1 if the last match of ``pattern`` in the response is the answer, space aside; else 0.
 
-    The match may begin in the response's thought, and has to end behind it.
+    The match may begin in the response's thought, but must end after it.
 
-    ``group`` of the match is compared: a number or a name. Default: 1 where the pattern has groups, else all of it.
-    ``answer_pattern`` finds the ground truth within the answer in the same way, such as GSM8K's after ``####``.
+    ``group`` of the match is compared: a number or a name. Default: 1 if the pattern has groups, else the whole match.
+    ``answer_pattern`` finds the ground truth in the answer in the same way, such as GSM8K's after ``####``.
     """
     find = _finder("pattern", pattern, group)
     find_answer = _finder("answer_pattern", answer_pattern, None) if answer_pattern is not None else None
@@ -51,11 +51,11 @@ def regex(pattern: str, group: int | str | None = None, answer_pattern: str | No
 
 
 def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None = None) -> Rule:
-    """Make the rule: 1 where the response has the form, each of ``tags`` opened and closed once, in order; else 0.
+    """Make the rule: 1 if the response has the form: each of ``tags`` opened and closed once, in order; else 0.
 
-    Nothing but space may stand between the tags: ``<think>…</think> <answer>…</answer>``. With ``pattern``, a regular
-    expression, the whole response has to match that instead; its ``.`` matches line ends, too. Where the prompt opens
-    a thought, its tag counts as opened by the response.
+    Only space may stand between the tags: ``<think>…</think> <answer>…</answer>``. With ``pattern``, a regular
+    expression, the whole response must match that instead; its ``.`` matches line ends, too. If the prompt opens a
+    thought, its tag counts as opened by the response.
     """
     listed = isinstance(tags, Sequence) and not isinstance(tags, str) and len(tags) > 0
     if pattern is None and not (listed and all(isinstance(tag, str) and tag for tag in tags)):
@@ -70,7 +70,7 @@ def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None
 
 
 def math_verify(float_rounding: int = 6, strict: bool = True) -> AnswerRule:
-    """Make the rule: 1 where response and answer are equal as mathematics (`headway.agents.rewards.mathematics`)."""
+    """Make the rule: 1 if response and answer are mathematically equal (`headway.agents.rewards.mathematics`)."""
     from headway.agents.rewards.mathematics import equals  # here, so that only its users pay for importing SymPy
 
     for name, value, kind in (("float_rounding", float_rounding, int), ("strict", strict, bool)):
@@ -93,13 +93,13 @@ BUILT_IN: Mapping[str, Callable[..., Callable[..., float]]] = {
 
 
 WHOLE = ("format", "regex")
-"""Names of those that get a whole response; others get what follows its thought."""
+"""Names of rules that get the whole response; others get the text after its thought."""
 
 
 def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule:
-    """The rule of `BUILT_IN` called ``name``. Raises `ConfigError` for parameters that it does not take, or lacks.
+    """Return the rule of `BUILT_IN` called ``name``. Raises `ConfigError` for unknown or missing parameters.
 
-    ``surroundings``: what is no parameter of the user's, by name; a rule gets what it names.
+    ``surroundings``: arguments by name that are not the user's parameters; a rule gets those that it names.
     """
     takes = Parameters.of(maker := BUILT_IN[name])
     known = [param for param in takes.named if param not in surroundings]
@@ -126,7 +126,7 @@ def _answer_of(request: ScoreRequest) -> str:
 
 
 def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str, int], str | None]:
-    """Make a function that finds ``group`` of the last match of ``pattern`` that ends behind a place in a text."""
+    """Make a function that finds ``group`` of the last match of ``pattern`` that ends after a place in a text."""
     compiled = _compiled(name, pattern)
     if group is None:
         group = 1 if compiled.groups else 0
@@ -138,7 +138,7 @@ def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str, 
     def find(text: str, behind: int) -> str | None:
         last = None
         for match in compiled.finditer(text):
-            # A match may begin in the thought: searched from behind it, such a one would be missed.
+            # A match may begin in the thought: a search from the thought's end would miss it.
             last = match if match.end() > behind or behind == 0 else last
         return last.group(group) if last is not None else None
 
@@ -155,7 +155,7 @@ def _compiled(name: str, pattern: Any, flags: int = 0) -> re.Pattern[str]:
 
 
 def _tagged(tags: Sequence[str]) -> str:
-    """Pattern of ``<a>…</a> <b>…</b>``, where no … holds any of these tags. It matches in linear time."""
+    """Return the pattern of ``<a>…</a> <b>…</b>``, where no … holds any of these tags. It matches in linear time."""
     names = "|".join(map(re.escape, tags))
     inside = rf"(?:(?!</?(?:{names})>).)*"
     return r"\s*".join(rf"<{re.escape(tag)}>{inside}</{re.escape(tag)}>" for tag in tags)

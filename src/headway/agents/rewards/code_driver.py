@@ -1,7 +1,7 @@
-"""The program that runs an answer in the sandbox, and then its tests, or the call of its function.
+"""Program that runs an answer in the sandbox, and then its tests, or the call of its function.
 
-It calls what tests only define: functions and classes as pytest finds them, `unittest.TestCase`. The answer is there as
-the modules `SOLUTIONS`, too, and so much of pytest as `PYTEST` names.
+It also runs tests that are only defined: functions and classes as pytest finds them, `unittest.TestCase`. The answer
+can be imported as the modules `SOLUTIONS`; of pytest there is only what `PYTEST` names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ ANSWER, JOB = "answer.py", "job.json"
 SOLUTIONS = ("solution", "answer", "submission")
 """Modules from which tests may import the answer's names."""
 PYTEST = ("raises", "approx", "mark", "main")
-"""What tests may use of pytest, which the sandbox does not have; of its marks those that ask for no plugin."""
+"""Names of pytest, which the sandbox lacks, that tests may use; of its marks, those that need no plugin."""
 USUAL = "\n".join(
     [
         "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys",
@@ -92,9 +92,9 @@ def prepare(names, tests):
         vars(module).update({key: value for key, value in names.items() if not key.startswith("__")})
     names["__name__"] = "__main__"
 """
-"""Names for tests, which are there once the answer has run: `prepare` and `call_all`."""
-# The job is unlinked and output turned away before the answer runs: it must neither read the word nor print.
-# `write`, `leave` and `dumps` are kept under names of their own: the answer may replace them in their modules.
+"""Code that defines `prepare` and `call_all`, which tests use once the answer has run."""
+# The job is unlinked and output redirected before the answer runs: it must neither read the word nor print.
+# `write`, `leave` and `dumps` have names of their own: the answer may replace them in their modules.
 DRIVER = f"""
 import builtins, json, os
 def main():
@@ -127,4 +127,4 @@ def main():
     leave(0)
 main()
 """
-"""Program that runs an answer behind the usual imports, and then asserts, or calls its function."""
+"""Program that runs an answer after the usual imports, and then asserts, or calls its function."""

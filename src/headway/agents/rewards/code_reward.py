@@ -4,7 +4,7 @@ response ─▶ its last block of code ─┬▶ a program for standard input �
 answer   ─▶ tests                  ─┼▶ a function, called           ─▶ its value      ─┼▶ compared here, outside
                                     └▶ asserts, run behind it       ─▶ a secret word  ─┘
 
-Expected outputs never enter the sandbox. Asserts do: they have passed where the process says a word that it was told.
+Expected outputs never enter the sandbox. Asserts do: they have passed if the process prints a secret word.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ BLOCK = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
 MOST_KNOWN = 10_000
-"""Number of rows of which a process remembers that their tests can fail."""
+"""Maximum number of rows for which a process remembers that their tests can fail."""
 PYTHONS = ("python", "py", "python3")
 
 
 def code(
     *, sandbox: SandboxSpec, within_s: float, partial: bool = False, most_tests: int | None = 20, timeout_s: float = 5.0
 ) -> Callable[[ScoreRequest, str], float]:
-    """Make the rule: 1 where the code of the response passes the row's tests, else 0. Threads may call it side by side.
+    """Make the rule: 1 if the code of the response passes the row's tests, else 0. Threads may call it concurrently.
 
     Args:
-        sandbox: where it runs.
-        within_s: seconds for all tests of a response; tests that have not run by then count as failed. A trial of the
-            row's tests has the same limit.
-        partial: give the share of tests that pass instead.
-        most_tests: most tests of a row that are run, those with the longest inputs; null for all.
-        timeout_s: most seconds of one test.
+        sandbox: sandbox in which the code runs.
+        within_s: limit in seconds for all tests of a response; tests that have not run by then count as failed. A trial
+            of the row's tests has the same limit.
+        partial: return the share of passed tests instead.
+        most_tests: maximum number of tests of a row, those with the longest inputs; null for all.
+        timeout_s: limit in seconds for one test.
 
     Raises:
         ConfigError: a parameter is wrong, or the machine has no such sandbox.
@@ -56,11 +56,11 @@ def code(
     runs = Sandbox(sandbox)
     runs.probe()
     known: dict[int, bool] = {}
-    trying = threading.Lock()  # of responses side by side the first one tries the tests
+    trying = threading.Lock()  # of concurrent responses the first one tries the tests
 
     def passes(test: Test, answer: str, end: float) -> bool:
         left = min(timeout_s, end - time.monotonic())
-        # A test may compute all its time: the limit that it meets is that of the wall's clock.
+        # A test may compute all the time: the limit on wall-clock time then ends it.
         limits = replace(sandbox.limits, wall_s=left, cpu_s=max(sandbox.limits.cpu_s, left))
         return left > 0 and _passes(runs, test, answer, limits)
 
@@ -98,9 +98,9 @@ def code(
 
 
 def code_of(response: str) -> str:
-    """The code of a response: its last block that is marked as Python, else its last block, else all of the text.
+    """Return the code of a response: its last block marked as Python, else its last block, else the whole text.
 
-    Of what follows its thought, and empty where that never ended; a block that never ends goes to the end.
+    Only the text after its thought counts, none if that never ended. A block without an end goes to the text's end.
     """
     begin = end_of_thought(response)
     if begin is None:
@@ -132,12 +132,12 @@ def _told(sandbox: Sandbox, answer: str, job: dict[str, Any], limits: SandboxLim
     files = {ANSWER: answer, JOB: json.dumps(job | {"word": word})}
     ran = sandbox.run_blocking(sandbox.python("-c", DRIVER), files=files, limits=limits)
     said, found, told = ran.stdout.rpartition(word)
-    # Nothing before the word: the driver prints it first, and anything else there is the answer's doing.
+    # Nothing may precede the word: the driver prints it first, and anything else there comes from the answer.
     return told if ran.limit is None and ran.code == 0 and found and not said else None
 
 
 def _longest(tests: Sequence[Test], most: int | None) -> Sequence[Test]:
-    """The ``most`` tests with the longest inputs, in their order."""
+    """Return the ``most`` tests with the longest inputs, in their order."""
     if most is None:
         return tests
     places = nlargest(most, range(len(tests)), key=lambda place: len(repr(tests[place].given)))
@@ -160,9 +160,9 @@ TOLERANCE = 1e-6
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Tell whether two outputs are equal: line by line, space at ends and empty lines at the end aside.
+    """Tell whether two outputs are equal: line by line, except space at line ends and empty lines at the end.
 
-    Words of a line are compared as numbers where the expected one has a fraction.
+    Words of a line are compared as numbers if the expected one has a fraction.
     """
     given, wanted = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
     return len(given) == len(wanted) and all(
@@ -172,12 +172,12 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def same_value(told: str, expected: Any) -> bool:
-    """Tell whether the JSON ``told`` is the value ``expected``, or the one that it is a list of, as APPS writes it."""
+    """Tell whether the JSON ``told`` is the value ``expected``, or its only item if that is a list, as in APPS."""
     try:
         value = json.loads(told)
     except (ValueError, RecursionError):
         return False
-    # Through JSON, as the value came: tuples are lists and keys text there.
+    # Through JSON, as the value came: it has lists for tuples and text for keys.
     expected = json.loads(json.dumps(expected))
     return _same(value, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(value, expected[0]))
 

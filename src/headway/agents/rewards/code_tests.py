@@ -38,7 +38,7 @@ CALL_TYPES = ("functional", "function_call", "function")
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """A program's standard input, and what it has to print."""
+    """A program's standard input and expected output."""
 
     given: str
     expected: str
@@ -46,7 +46,7 @@ class StdinTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """A function's arguments, and the value that it has to return; plain data as JSON has it."""
+    """A function's arguments and expected result, as plain JSON data."""
 
     function: str
     given: Sequence[Any]
@@ -55,7 +55,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class AssertTest:
-    """Code that raises where the answer before it is wrong."""
+    """Code that raises if the answer before it is wrong."""
 
     given: str
 
@@ -64,7 +64,7 @@ Test = StdinTest | CallTest | AssertTest
 
 
 def unit_tests_of(answer: Any, extra: Mapping[str, Any]) -> Sequence[Test]:
-    """The tests of a row's ``answer``; ``entry_point`` and ``fn_name`` may be other columns of the row, ``extra``.
+    """Return the tests of a row's ``answer``; ``entry_point`` and ``fn_name`` may be columns in ``extra``.
 
     Raises:
         ScoringFailed: there are no tests in it; says what was found, and what is expected.
@@ -136,7 +136,7 @@ def _paired(found: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Test]:
 
 
 def _call(name: str, given: Any, expected: Any) -> CallTest:
-    """A call from a list of arguments, or from text that has one on each line, as JSON."""
+    """Return a call from a list of arguments, or from text with one JSON argument on each line."""
     if isinstance(given, str):
         try:
             given = [json.loads(line) for line in given.splitlines() if line.strip()]
@@ -145,16 +145,16 @@ def _call(name: str, given: Any, expected: Any) -> CallTest:
     if not isinstance(given, list):
         raise ScoringFailed(f"the arguments of {name} are {shown(given)}; expected a list of them")
     if isinstance(expected, str):
-        with suppress(ValueError):  # it is the text itself
+        with suppress(ValueError):  # not JSON: the text itself
             expected = json.loads(expected)
     return CallTest(name, given, expected)
 
 
 def _checked(tests: str, entry_point: Any, before: str = "") -> str:
-    """Asserts as they are; behind a ``check(candidate)`` that nothing calls, its call.
+    """Return asserts as they are; a ``check(candidate)`` that nothing calls gets its call.
 
-    Text that cannot fail is no test, and neither is what needs more than the sandbox has. ``before``: code that they
-    follow.
+    Text that cannot fail is not a test; neither is text that needs more than the sandbox has. ``before``: code that
+    stands before the asserts.
     """
     nodes = [*ast.walk(_tree(before)), *(own := [*ast.walk(_tree(tests))])]
     can_fail = any(isinstance(node, ast.Assert | ast.Raise) or _called(node).startswith(FAILING) for node in own)
@@ -192,7 +192,7 @@ def _tree(text: str) -> ast.Module:
 
 
 def _called(node: ast.AST) -> str:
-    """The name of the function or method that ``node`` calls; empty for anything else."""
+    """Return the name of the function or method that ``node`` calls; empty for anything else."""
     function = node.func if isinstance(node, ast.Call) else None
     return (
         function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
@@ -200,7 +200,7 @@ def _called(node: ast.AST) -> str:
 
 
 def _lacked(node: ast.AST) -> str:
-    """The module or pytest name in ``node`` that tests cannot use; else empty."""
+    """Return the module or pytest name in ``node`` that tests cannot use; empty if there is none."""
     match node:
         case ast.Import(names=names):
             modules = [name.name.partition(".")[0] for name in names]
@@ -217,7 +217,7 @@ def _lacked(node: ast.AST) -> str:
 
 
 def _fixtures(node: ast.AST) -> tuple[str, list[str]]:
-    """The name of a test function, and its parameters that need a value and that no ``parametrize`` gives."""
+    """Return the name of a test function, and its parameters that need a value and that no ``parametrize`` gives."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test"):
         return "", []
     if any("parametrize" in ast.unparse(one) for one in node.decorator_list):
@@ -228,7 +228,7 @@ def _fixtures(node: ast.AST) -> tuple[str, list[str]]:
 
 
 def _text(value: Any) -> str:
-    """Standard input or output: text, or a list of its lines."""
+    """Return standard input or output as text, from text or a list of its lines."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return value if isinstance(value, str) else str(value)

@@ -5,7 +5,7 @@
            └── retry, then ScoringFailed(reason) ◀─┘
 
 A call that takes too long ends its process (`runtime.workers.user_code_boundary.killed_after`); an asynchronous one is
-cancelled. A second, longer limit on the whole group catches what the first one missed. Where all functions are
+cancelled. A second, longer limit on the whole group catches calls that the first one missed. If all functions are
 asynchronous, groups share processes. Rewards that only compare two texts are scored here, without any process.
 """
 
@@ -32,9 +32,9 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 1.0
 """Seconds by which the limit on a group exceeds the sum of its calls' limits."""
 AT_ONCE = 16
-"""Number of groups at once in a process, at most, where all functions are asynchronous."""
+"""Maximum number of concurrent groups in a process, if all functions are asynchronous."""
 MOST_LOSSES = 8
-"""Number of times that a group is scored again, beyond its retries, because another group ended their process."""
+"""Number of further times that a group is scored again because another group ended their process."""
 
 
 @dataclass(eq=False, repr=False)
@@ -49,9 +49,9 @@ class RewardWorkers:
     workers: int
     retries: int
     log_path: Path | None
-    """The file that processes print to; None for this process's stderr."""
+    """File for the output of processes; None for this process's stderr."""
     on_timeout: Callable[[int], object] | None = None
-    """Function that is called at each time-out, with the number of time-outs so far."""
+    """Called at each time-out, with the number of time-outs so far."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
 
@@ -59,12 +59,12 @@ class RewardWorkers:
         self._spec = replace(self.spec, workers=self.workers)
         self._pool = self._make_pool()
         self._scorer: Scorer | None = None
-        """Scorer in this process, once it is loaded, where the rewards need no other."""
+        """Scorer in this process, once it is loaded, if the rewards need no other process."""
         self._timeouts = 0
 
     async def load(self) -> None:
-        """Have a worker load the reward. If all functions are asynchronous it ends again: `start` starts workers that
-        groups share. Otherwise it stays, and further workers start when they are needed.
+        """Load the reward in a worker. If all functions are asynchronous, that worker ends again: `start` starts
+        workers that groups share. Otherwise it stays, and further workers start when they are needed.
 
         Raises:
             ConfigError: unknown reward or task, or parameters that it does not take.
@@ -100,11 +100,11 @@ class RewardWorkers:
     async def score(
         self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
     ) -> Scores:
-        """Return the rewards, and the value of each part.
+        """Return the rewards, and the values of each part.
 
         ``conversations``: see `headway.data.interfaces.episode_groups.RewardFn.score`.
 
-        Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
+        Raises `ScoringFailed` with a short reason when every attempt failed: ``exception: ValueError: …``,
         ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Of several parts,
         the name of the one that failed comes first, unless its process ended.
         """
@@ -124,7 +124,7 @@ class RewardWorkers:
             try:
                 return await self._try(request)
             except ScoringFailed as failure:
-                # A try that another group's code took along costs none of this group's own retries.
+                # An attempt lost because of another group's code is none of this group's own retries.
                 if losses_left and self._is_anothers(failure.__cause__):
                     losses_left -= 1
                 elif tries_left:
@@ -133,7 +133,7 @@ class RewardWorkers:
                     raise
 
     def _is_anothers(self, cause: BaseException | None) -> bool:
-        """Tell whether a try failed because another group ended the process that both shared."""
+        """Tell whether an attempt failed because another group ended the process that both shared."""
         if not isinstance(cause, RunnerLost) or not self._spec.shared:
             return False
         return cause.culprit is False and not cause.timed_out
@@ -146,7 +146,8 @@ class RewardWorkers:
         if not self._spec.needs_process:
             self._scorer = self._scorer or self._spec.load()
             return await self._scorer.serve(request)
-        # One call more where groups share a process: whose call holds its event loop is to be found before.
+        # One call more if groups share a process: the check for a blocked event loop must come first, and name the
+        # group.
         calls = len(request.responses) + (1 if self._spec.shared else 0)
         limit = calls * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
         try:
@@ -159,7 +160,7 @@ class RewardWorkers:
             raise ScoringFailed(f"worker ended with {lost.end}" if lost.end else f"worker: {lost}") from lost
         except ScoringTimedOut as late:
             raise self._timed_out(str(late)) from late
-        except UserCodeFailed as failure:  # such as a reward that has closed what its process answers through
+        except UserCodeFailed as failure:  # such as a reward that closed its process's connection
             raise ScoringFailed(f"worker: {failure}") from failure
 
     def _timed_out(self, reason: str) -> ScoringFailed:

@@ -1,4 +1,4 @@
-"""A group as rewards get it: a prompt and its responses. Plain data that pickles."""
+"""Group in the form that rewards get: a prompt and its responses. Plain data that pickles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScoreRequest:
     """One group: a prompt and its n responses."""
 
     prompt: str
-    """The text that the model read, its chat template applied."""
+    """The text that the model read, with its chat template applied."""
     responses: list[str]
     answer: Any
     source: str
@@ -25,7 +25,7 @@ class ScoreRequest:
     messages: list[dict[str, Any]] | None = None
     """The prompt as chat messages, if the row has these."""
     conversations: list[Conversation] | None = None
-    """The n conversations of which the responses are the last answers, where a program made them."""
+    """The n conversations whose last answers are the responses, if a program made them."""
 
     def response(self, k: int) -> Response:
         """Return response ``k``, with its thought split from its answer."""
@@ -41,7 +41,7 @@ class Response:
 
     text: str
     opened: str
-    """The tag of a thought, such as ``<think>``, with which its prompt ends; empty where it ends in none."""
+    """Tag of a thought, such as ``<think>``, with which its prompt ends; empty if it ends with none."""
     begin: int | None
     """Position in ``text`` at which the answer begins, after a thought; None if a thought has no end."""
 

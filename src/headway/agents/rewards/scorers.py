@@ -1,6 +1,6 @@
-"""A group's scores: each reward of the sum by its kind, checked, then added up. Runs in a worker, without torch.
+"""Scores of a group: each part of the reward is computed by its kind, checked and added. In a worker, without torch.
 
-ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None where it does not apply ─┐
+ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None if it does not apply ─┐
              └▶ part: …                                                                           ─┴▶ Σ weight · value
 
 Further numbers of a user's function are kept under names of its own, beside the parts.
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
     from headway.config.schema import Config
 
 Values = list[float | None]
-"""Values of one part of the reward, [n]: finite, or None where the part does not apply."""
+"""Values of one part of the reward, [n]: finite, or None if the part does not apply."""
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Largest reward, positive or negative: rewards are float32, and anything larger would become infinite there."""
+"""Largest absolute reward: rewards are float32, where anything larger would become infinite."""
 HANGS_S = 60.0
-"""Seconds that the sandbox has, beyond the time of what runs in it, to start and to end its last call. It waits for
-nothing as long as that: see `headway.runtime.sandbox.sandbox_call.ENDS_S`."""
+"""Seconds that the sandbox has beyond the time of its programs, to start and to end its last call. No wait of its takes
+that long: see `headway.runtime.sandbox.sandbox_call.ENDS_S`."""
 REASON_LENGTH = 200
-"""Most characters of what an exception says that the reason of a failed score keeps."""
+"""Maximum number of characters of an exception's text in the reason of a failed score."""
 MOST_NAMES = 50
-"""Most names of further numbers that a process keeps: each is a metric."""
+"""Maximum number of names of further numbers that a process keeps: each is a metric."""
 CANCELS_S = 0.5
-"""Seconds for asynchronous calls to end that are cancelled after their time limit, before their process is killed."""
+"""Limit in seconds for cancelled asynchronous calls to end, before their process is killed."""
 MOST_CALLS = 8
-"""Most responses whose code runs side by side in a process: a container may have fewer processors than it shows."""
+"""Maximum number of responses whose code runs concurrently in a process: containers may show too many processors."""
 PartScorer = Callable[[ScoreRequest, FurtherNumbers], Values | Coroutine[Any, Any, Values]]
-"""One part of the reward. Further numbers go to the second argument."""
+"""Function that scores one part of the reward. Its second argument collects further numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +70,26 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """The rewards that a process scores with. Nothing is checked here; `load` finds out whether they exist."""
+    """Rewards that a process scores with. Only `load` checks whether they exist."""
 
     parts: tuple[RewardPart, ...]
     timeout_s: float
-    """Most seconds that one call of one function may take; see `limit_s`."""
+    """Limit in seconds for one call of one function; see `limit_s`."""
     task_name: str | None = None
     task_params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     sandbox: SandboxSpec = field(default_factory=SandboxSpec)
     """The sandbox of the reward ``code``."""
     answer_keys: tuple[str, ...] = ()
-    """Names of the ground truth's column: a user's function may ask for the answer by these, too."""
+    """Names of the ground truth's column, under which a user's function may also take the answer."""
     columns: tuple[str, ...] | None = None
-    """Other columns that every row has, if known: a user's function must not need any further one."""
+    """Other columns that every row has, if known: a user's function must not require others."""
     lacked: Mapping[str, str] = field(default_factory=dict)
     """Columns that some rows have → the first row that lacks each."""
     workers: int = 1
-    """Processes that score at once on this machine: they share its cores."""
+    """Number of processes that score concurrently on this machine: they share its cores."""
     shared: bool = False
-    """True where the process scores several groups at once on its event loop, as all parts are asynchronous."""
+    """True if the process scores several groups concurrently on its event loop, since all parts are asynchronous."""
 
     @classmethod
     def of(cls, config: Config) -> RewardSpec:
@@ -109,16 +109,16 @@ class RewardSpec:
         )
 
     def limit_s(self, part: RewardPart) -> float:
-        """Seconds after which a call of ``part`` is ended, with its process.
+        """Return the seconds after which a call of ``part`` is ended, with its process.
 
-        The reward ``code`` ends what it runs itself, the trial of a row's tests and then the tests: only a sandbox that
-        hangs goes beyond its limit.
+        The reward ``code`` ends what it runs itself, the trial of a row's tests and then the tests: only a hanging
+        sandbox exceeds its limit.
         """
         return 2 * self.timeout_s + HANGS_S if part.function == "code" else self.timeout_s
 
     @property
     def shown(self) -> str:
-        """The functions of the reward, as text for messages."""
+        """Functions of the reward, as text for messages."""
         return ", ".join(part.function for part in self.parts)
 
     @property
@@ -127,8 +127,8 @@ class RewardSpec:
         return any(names_user_code(part.function) for part in self.parts)
 
     def compares(self, part: RewardPart) -> bool:
-        """Tell whether ``part`` is a comparison of two texts in code of Headway's own: it takes microseconds, and needs
-        neither a time limit nor a process.
+        """Tell whether ``part`` is Headway's own comparison of two texts: it takes microseconds, and needs no time
+        limit and no process.
         """
         return part.function == "exact_match" or (part.function == "task" and self.task_name in TASKS.names())
 
@@ -155,7 +155,7 @@ class Scorer:
         self._parts = [(part, _make_part(part, spec)) for part in spec.parts]
         self._names: set[str] = set()
         """Names of further numbers so far."""
-        # One loop for the worker's life: a user's client sessions belong to the loop that they were made on.
+        # One loop for the worker's life: a user's client sessions belong to the loop on which they were made.
         self._runner = asyncio.Runner()
 
     def describe(self) -> bool:
@@ -166,7 +166,7 @@ class Scorer:
         """Close nothing: scorers hold nothing open."""
 
     async def serve(self, request: ScoreRequest, ask: Ask | None = None) -> Scores:
-        """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so.
+        """Return the scores of a group. Awaits something only if `RewardSpec.shared`.
 
         Raises:
             ScoringFailed: with the reason.
@@ -193,7 +193,7 @@ class Scorer:
                     others[full] = told
         weighted = [(part.weight, values[part.name]) for part, _ in self._parts]
         rewards = [_sum(weighted, k) for k in range(len(request.responses))]
-        # The parts' values come last: no further number may take the place of a part.
+        # The parts' values come last: no further number may replace a part's.
         return Scores(np.array(rewards, np.float32), others | values)
 
 
@@ -240,7 +240,7 @@ def _one_by_one(rule: Rule, timeout_s: float | None) -> PartScorer:
 
 
 def _side_by_side(rule: Rule, limit_s: float, at_once: int) -> PartScorer:
-    """Score in ``at_once`` threads, for a rule that waits for processes. A call takes at most ``limit_s``."""
+    """Score in ``at_once`` threads, with a rule that waits for processes. A call takes at most ``limit_s``."""
 
     def scorer(request: ScoreRequest, _: FurtherNumbers) -> Values:
         n = len(request.responses)
@@ -252,7 +252,7 @@ def _side_by_side(rule: Rule, limit_s: float, at_once: int) -> PartScorer:
 
 def _user_scorer(function: UserFunction, timeout_s: float) -> PartScorer:
     def checked_values(values: Any, request: ScoreRequest) -> Values:
-        # One of TRL's may return None: it does not apply to that response.
+        # A function in TRL's form may return None: it does not apply to that response.
         return checked(values, len(request.responses), optional=function.dialect is CallingConvention.TRL)
 
     async def awaiting(request: ScoreRequest, further: FurtherNumbers) -> Values:
@@ -270,7 +270,7 @@ def _attributed(name: str | None) -> Iterator[None]:
     try:
         yield
     except ScoringFailed as error:
-        # Of the same class: a `ScoringTimedOut` has to be counted as a time-out.
+        # With the same class: a `ScoringTimedOut` must be counted as a time-out.
         raise type(error)(writable(f"{where}{error}")) from error
     except HeadwayError:
         raise
@@ -284,7 +284,7 @@ def _attributed(name: str | None) -> Iterator[None]:
 
 
 def checked(values: Any, n: int, *, optional: bool = False) -> Values:
-    """``values`` as n finite floats, or None if ``optional``. Raises `ScoringFailed` with what was returned instead."""
+    """Return ``values`` as n finite floats, or None if ``optional``. Raises `ScoringFailed` with the wrong value."""
     items = plain(values)
     if isinstance(items, str | bytes) or not isinstance(items, Sequence):
         raise ScoringFailed(f"returned {_shown(values)} for {n} responses, expected a list of {n} numbers")
@@ -301,12 +301,12 @@ def _number(value: Any, k: int) -> float:
 
 
 def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:
-    """Weighted sum of the values of response ``k`` over the parts that apply to it."""
+    """Return the weighted sum of the values of response ``k`` over the parts that apply to it."""
     terms = [weight * value for weight, values in weighted if (value := values[k]) is not None]
     if not terms:
         raise ScoringFailed(f"no reward applies to response {k}: None was returned for it")
     total = sum(terms)
-    # Not `>`: a NaN, of infinities of both signs, is to be refused, too.
+    # Not `>`: NaN, from infinities of both signs, must be refused, too.
     if not abs(total) <= LARGEST:
         raise ScoringFailed(f"the weighted sum for response {k} is {total:g}, which is no finite float32")
     return total

@@ -40,7 +40,7 @@ from headway.runtime.user_code import Parameters
 from headway.runtime.workers.user_code_boundary import killed_after
 
 SCORES = ("score", "reward")
-"""Keys of the score in a dictionary that a function returns, the first one that it has."""
+"""Keys of the score in a dictionary that a function returns; the first one that it has counts."""
 
 
 class FurtherNumbers:
@@ -60,7 +60,7 @@ class FurtherNumbers:
         self._logged: dict[str, list[float]] = {}
 
     def take_from(self, value: Any, k: int) -> Any:
-        """Return the score in what a function returned for response ``k``; keep the other numbers of a dictionary."""
+        """Return the score in a function's result for response ``k``; keep the other numbers of a dictionary."""
         key = next((key for key in SCORES if key in value), None) if isinstance(value, Mapping) else None
         if key is None:
             return value
@@ -70,7 +70,7 @@ class FurtherNumbers:
         return value[key]
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Keep a number of the whole group, as TRL's trainer does; of several numbers with one name, the mean."""
+        """Keep a number of the whole group, as TRL's trainer does; numbers with the same name are averaged."""
         if isinstance(name, str) and (number := finite_number(value)) is not None:
             self._logged.setdefault(name, []).append(number)
 
@@ -84,15 +84,15 @@ class FurtherNumbers:
 
 
 NEVER_GIVEN = ("completion_ids", "completions_ids", "environments", "trainer_state")
-"""Arguments that TRL's trainer gives and Headway does not: rewards read text, in processes of their own."""
+"""Arguments that TRL's trainer gives and Headway does not: rewards read text, in separate processes."""
 INSTEAD = {
     "environments": "; for an environment's own reward, leave reward.function out and have get_reward() return it"
 }
-"""What to do instead of asking for one of them, as the end of a message."""
+"""Missing argument → what to do instead, as the end of a message."""
 LOOKS = 10
-"""Number of sleeps that make up the time limit of an asynchronous call, so that one that ends late counts once."""
+"""Number of sleeps that make up the time limit of an asynchronous call, so that only one late sleep counts."""
 LOGGERS = ("log_metric", "log_extra")
-"""Functions that TRL's trainer gives."""
+"""Functions that TRL's trainer gives to rewards."""
 
 
 class CallingConvention(Enum):
@@ -146,7 +146,7 @@ class UserFunction:
     def check_columns(self, columns: Collection[str], lacked: Mapping[str, str] | None = None) -> None:
         """Check that every required parameter is always given or one of ``columns``. Raises `UserCodeError` otherwise.
 
-        ``lacked``: columns that some rows have → the first row that does not, for the message.
+        ``lacked``: columns that some rows lack → the first row that lacks each, for the message.
         """
         of_verl = self.dialect in (CallingConvention.VERL, CallingConvention.VERL_BATCH)
         others = set() if of_verl else {*columns, *self.answer_keys}
@@ -159,8 +159,9 @@ class UserFunction:
             )
 
     def score(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float) -> Any:
-        """Score the group; further numbers go to ``further``. A call that takes longer than ``timeout_s`` ends the
-        process."""
+        """Score the group, with further numbers in ``further``. A call that takes longer than ``timeout_s`` ends the
+        process.
+        """
         returned = []
         for arguments in self._calls(request, further):
             with killed_after(timeout_s):
@@ -168,19 +169,19 @@ class UserFunction:
         return self._scores_of(returned, further)
 
     async def score_async(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float) -> Any:
-        """Score the group by an asynchronous function, all of its calls side by side.
+        """Score the group by an asynchronous function, with all calls concurrently.
 
-        Raises `ScoringTimedOut` where a call takes longer than ``timeout_s`` seconds.
+        Raises `ScoringTimedOut` if a call takes longer than ``timeout_s`` seconds.
         """
         calls = [
             self._call_async(arguments, timeout_s, "" if self.dialect.per_group else f" for response {k}")
             for k, arguments in enumerate(self._calls(request, further))
         ]
-        # It waits for those that it cancels: the loop lives on, and nothing of a group that failed may run in it.
+        # It waits for calls that it cancels: the loop lives on, and no call of a failed group may still run on it.
         return self._scores_of(await concurrently(calls), further)
 
     async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float, of: str) -> Any:
-        # Without an end of its own: `_expire` sets it, which leaves out the time for which others held the loop.
+        # Without its own deadline: `_expire` sets it, which leaves out the time for which others held the loop.
         limit = asyncio.timeout(None)
         looking = asyncio.create_task(_expire(limit, timeout_s))
         try:
@@ -191,7 +192,8 @@ class UserFunction:
         except asyncio.CancelledError as end:
             if is_cancelled():
                 raise
-            # The function's own: a task that ends so is no failure to the group, which would wait for the others.
+            # The function raised it itself: the group takes a task that ends so for no failure, and would wait for the
+            # others.
             raise ScoringFailed(f"exception: {raised_by(end)}") from end
         except Exception as error:
             if not limit.expired():  # a time limit of the function's own, among others
@@ -226,7 +228,7 @@ class UserFunction:
 
     def _headways_arguments(self, request: ScoreRequest) -> dict[str, Any]:
         return {
-            # The later ones count: no column or parameter may take the place of what Headway gives itself.
+            # Later ones win: no column or parameter may replace Headway's own arguments.
             **dict.fromkeys(self.answer_keys, request.answer),
             **request.extra,
             **self.params,
@@ -279,7 +281,7 @@ class UserFunction:
 
 
 async def _expire(limit: asyncio.Timeout, timeout_s: float) -> None:
-    """Have ``limit`` expire after ``timeout_s``, less the time for which other calls held the event loop."""
+    """Let ``limit`` expire after ``timeout_s``, without the time for which other calls held the event loop."""
     for _ in range(LOOKS):
         await asyncio.sleep(timeout_s / LOOKS)
     limit.reschedule(asyncio.get_running_loop().time())

@@ -96,7 +96,7 @@ class Completion:
     """Time on the event clock at which the first token was sampled."""
     finished: float
     tokens: SampledTokens | None = None
-    """The tokens; None where they are only simulated."""
+    """The tokens; None if they are only simulated."""
     cached: int = 0
     """Number of context tokens without prefill: the prefix cache had them, or another call's prefill gave them."""
 
@@ -138,7 +138,7 @@ class EngineStats:
     waiting: int = 0
     version: int = 0
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
-    """Sums over the steps that prefilled nothing, by number of active sequences. Empty where it is not measured."""
+    """Sums over the steps that prefilled nothing, by number of active sequences. Empty if it is not measured."""
     prefill_steps: dict[int, PrefillSteps] = field(default_factory=dict)
     """Sums over the steps that prefilled something, by the size of their prefills (`events.add_prefill`)."""
 
@@ -152,7 +152,7 @@ class Capabilities:
     """True if only (seed, trajectory id, position, weights) determine a token: not slots, order or replicas."""
     sleep: bool = False
     double_buffered: bool = True
-    """True where the engine receives weights while it decodes. False: `stage_weights` overwrites the weights that are
+    """True if the engine receives weights while it decodes. False: `stage_weights` overwrites the weights that are
     served, and the engine must be paused for it."""
 
 

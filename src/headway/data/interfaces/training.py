@@ -41,7 +41,7 @@ class TrainedRow:
     """Token ids of the row's prompt, [P]."""
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
-    """True where the loss counts the token."""
+    """True if the loss counts the token."""
     versions: NDArray[np.int32]
     """Version that sampled each token; -1 where none did."""
     behaviour: NDArray[np.float32]

@@ -16,7 +16,7 @@ class GatherReport:
     nbytes: int
     """Number of bytes of the complete weights, in the served dtype."""
     changed: float | None = None
-    """Share of 16-bit units that differ from the version before; None where it was not measured."""
+    """Share of 16-bit units that differ from the version before; None if it was not measured."""
     probe: NDArray[np.float32] | None = None
     """Log-probs [N] of the probe's sequences under these weights, for `PolicyReceiver.probe` to match."""
 
@@ -99,7 +99,7 @@ class PolicyReceiver(Protocol):
         """Load the staged ``version``: serve it from now on. Returns the seconds it took."""
 
     async def probe(self) -> NDArray[np.float32] | None:
-        """Return the log-probs [N] of a few fixed sequences under the served weights; None where they are unknown.
+        """Return the log-probs [N] of a few fixed sequences under the served weights; None if they are unknown.
 
         Call it only while nothing decodes.
         """

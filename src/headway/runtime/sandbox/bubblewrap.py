@@ -94,7 +94,7 @@ class Bubblewrap:
 
     @cached_property
     def counts_processes(self) -> bool:
-        """True where the kernel counts the processes of a sandbox apart from all others of its user."""
+        """True if the kernel counts the processes of a sandbox apart from all others of its user."""
         numbers = platform.release().split("-")[0].split(".")[:2]
         return os.geteuid() == 0 or tuple(map(int, numbers)) >= COUNTS_BY_NAMESPACE
 
@@ -109,7 +109,7 @@ class Bubblewrap:
         stdin: int,
         files: Mapping[str, int],
     ) -> list[str]:
-        """The command that runs ``program`` in a new sandbox.
+        """Return the command that runs ``program`` in a new sandbox.
 
         Args:
             program: the program and its arguments, as the sandbox has them.
@@ -144,11 +144,11 @@ class Bubblewrap:
 
     @cached_property
     def _way(self) -> IO[bytes] | None:
-        """The namespace in which all users can reach the interpreter; None where they can anyway."""
+        """The namespace in which all users can reach the interpreter; None if they can anyway."""
         return open_way_to([*self.interpreter.parts.values()])
 
     def _become(self, uid: int) -> list[str]:
-        """The beginning of a command that another user runs, who has a way to the interpreter."""
+        """Return the beginning of a command that another user runs, who has a way to the interpreter."""
         if self._way is None:
             return [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
         namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the sandbox
@@ -166,7 +166,7 @@ class Bubblewrap:
             yield from ("--ro-bind-try", path, path)
 
     def _python(self) -> Iterator[str]:
-        """The interpreter. Behind the scratch space, which would hide one that is below it."""
+        """Yield the interpreter. Behind the scratch space, which would hide one that is below it."""
         made: set[Path] = set()
         for part, source in self.interpreter.parts.items():
             for parent in [*part.parents][-2::-1]:  # else as closed as they are outside
@@ -179,7 +179,7 @@ class Bubblewrap:
 
 
 def rlimits(limits: SandboxLimits, *, counts_processes: bool) -> Iterator[str]:
-    """Arguments of prlimit(1) for each process of a call."""
+    """Yield arguments of prlimit(1) for each process of a call."""
     seconds = max(1, round(limits.cpu_s + 0.5))
     # SIGXCPU at the first, which a program may ignore; SIGKILL at the second.
     yield f"--cpu={seconds}:{seconds + 1}"
@@ -317,7 +317,7 @@ class BubblewrapCall(SandboxCall):
                 self._door.send(b"\n")
 
     def _hear(self) -> bool:
-        """Take what bwrap tells. Returns False where it has ended."""
+        """Take what bwrap tells. Returns False if it has ended."""
         try:
             while chunk := os.read(self._status, CHUNK):
                 self._told += chunk

@@ -56,7 +56,7 @@ class Interpreter:
 
 
 def base_python() -> str:
-    """The path of the interpreter that this process's venv is made from, links resolved."""
+    """Return the path of the interpreter that this process's venv is made from, links resolved."""
     return str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
 
 
@@ -91,7 +91,7 @@ def _is_in(path: Path, directories: Iterable[str | Path]) -> bool:
 
 
 def _said(command: list[str], python: str, *, strict: bool = True) -> str:
-    """Standard output of a command without this process's environment. Raises `ConfigError` where it fails."""
+    """Return standard output of a command without this process's environment. Raises `ConfigError` where it fails."""
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
     try:
         done = subprocess.run(
@@ -115,7 +115,7 @@ ASIDE = "/sys"
 
 
 def closed_way_to(part: Path) -> Path | None:
-    """The first directory on the way to ``part`` that other users cannot enter; None where they can get there."""
+    """Return the first directory on the way to ``part`` that other users cannot enter; None if they can get there."""
     closed = [path for path in part.parents if not path.stat().st_mode & 0o001]
     return closed[-1] if closed else None
 
@@ -127,7 +127,7 @@ def open_way_to(parts: Sequence[Path]) -> IO[bytes] | None:
         parts: files and directories of the interpreter.
 
     Returns:
-        None where all users reach all of them.
+        None if all users reach all of them.
 
     Raises:
         ConfigError: a program is missing; says what to install.
@@ -159,7 +159,7 @@ def open_way_to(parts: Sequence[Path]) -> IO[bytes] | None:
 
 
 def _steps(ways: dict[Path, Path]) -> list[str]:
-    """Commands that leave nothing in the closed directories but the parts, and stay until their input ends."""
+    """Return commands that leave nothing in the closed directories but the parts, and stay until their input ends."""
     aside = {part: Path(ASIDE, str(place)) for place, part in enumerate(ways)}
     steps = ["umask 022", f"mount -t tmpfs tmpfs {ASIDE}"]
     steps += [step for part, kept in aside.items() for step in _bound(part, kept, is_directory=part.is_dir())]

@@ -13,7 +13,7 @@ from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxResult
 PYTHON = "python"
 """Name of the tool in ``agent.tools``, and to the model."""
 MOST_SHOWN = 4000
-"""Most characters that the model is told."""
+"""Maximum number of characters that the model is told."""
 LAST_LINES = 12
 """Lines at the end of a traceback that the model is told."""
 NO_FAMILY = os.strerror(errno.EAFNOSUPPORT)
@@ -43,7 +43,7 @@ except BaseException as error:
 
 
 def python_tool(sandbox: Sandbox, limits: SandboxLimits) -> Callable[[str], Awaitable[str]]:
-    """The tool's function. Its docstring is what the model reads."""
+    """Return the tool's function. Its docstring is what the model reads."""
 
     async def python(code: str) -> str:
         """Run Python code in a fresh interpreter. Returns what it prints, and the value of its last expression.
@@ -75,7 +75,7 @@ def told(ran: SandboxResult, limits: SandboxLimits) -> str:
 
 
 def _bounded(text: str) -> str:
-    """The text, cut in its middle if it is longer than `MOST_SHOWN`."""
+    """Return the text, cut in its middle if it is longer than `MOST_SHOWN`."""
     if len(text) <= MOST_SHOWN:
         return text
     head, tail = MOST_SHOWN * 3 // 4, MOST_SHOWN // 4

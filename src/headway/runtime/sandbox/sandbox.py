@@ -154,7 +154,7 @@ class Sandbox:
         return BubblewrapCall(limits, contents, self._found, self._refused), program
 
     def python(self, *arguments: str) -> list[str]:
-        """The command that runs the sandbox's Python with ``arguments``."""
+        """Return the command that runs the sandbox's Python with ``arguments``."""
         return [base_python() if self._found is None else self._found.python, *ISOLATED, *arguments]
 
 

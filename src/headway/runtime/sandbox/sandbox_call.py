@@ -76,7 +76,7 @@ class SandboxResult:
     code: int
     """The program's exit code; 128 + n where signal n ended it, as shells have it."""
     limit: Limit | None = None
-    """The limit that ended the call; None where it ended by itself."""
+    """The limit that ended the call; None if it ended by itself."""
 
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -109,7 +109,7 @@ class ProcEntry:
 
 
 def processes_in(proc: str) -> list[ProcEntry]:
-    """The processes of the mounted ``proc``; those that end meanwhile are left out."""
+    """Return the processes of the mounted ``proc``; those that end meanwhile are left out."""
     found = []
     with suppress(OSError):
         for name in os.listdir(proc):  # noqa: PTH208  # many times a second
@@ -145,7 +145,7 @@ def exceeded(processes: Iterable[ProcEntry], scratch: str, limits: SandboxLimits
 
 
 def _sockets(process: ProcEntry) -> int:
-    """Number of open sockets."""
+    """Return the number of open sockets."""
     count = 0
     with suppress(OSError):  # it has ended
         for name in os.listdir(f"{process.place}/fd"):  # noqa: PTH208  # as above
@@ -165,7 +165,7 @@ def used_by_files(scratch: str) -> tuple[int, int]:
 
 
 def used_by_directory(directory: Path) -> int:
-    """Bytes of the files in ``directory``, as far as it can be read."""
+    """Return bytes of the files in ``directory``, as far as it can be read."""
     total = 0
     for where, _, names in os.walk(directory):
         for name in names:
@@ -175,7 +175,7 @@ def used_by_directory(directory: Path) -> int:
 
 
 def _exact(process: ProcEntry) -> int:
-    """Bytes in memory, of shared pages a process's share."""
+    """Return bytes in memory, of shared pages a process's share."""
     with suppress(OSError, ValueError, StopIteration):
         lines = _text(f"{process.place}/smaps_rollup").splitlines()
         return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) << 10

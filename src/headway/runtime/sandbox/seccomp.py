@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "acct": (163, 89),
     "vhangup": (153, 58),
 }
-"""Refused system calls → their numbers on x86-64 and aarch64; None where a machine lacks one."""
+"""Refused system calls → their numbers on x86-64 and aarch64; None if a machine lacks one."""
 CLONE, CLONE3, SOCKET, PRCTL, IOCTL = (56, 220), (435, 435), (41, 198), (157, 167), (16, 29)
 MMAP, MADVISE, SETSOCKOPT = (9, 222), (28, 233), (54, 208)
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
@@ -108,7 +108,7 @@ Step = tuple[int, int, int, int]
 
 
 def seccomp_filter() -> bytes:
-    """The filter for this machine, as an array of the kernel's ``sock_filter``.
+    """Return the filter for this machine, as an array of the kernel's ``sock_filter``.
 
     Raises:
         ConfigError: a machine whose system calls are not known here.
@@ -151,7 +151,7 @@ def _steps(machine: str) -> Iterator[Step]:
 
 
 def _on_argument(number: int, place: int, steps: list[Step]) -> Iterator[Step]:
-    """Steps for one argument of one system call; other calls, and those that pass, continue after them."""
+    """Yield steps for one argument of one system call; other calls, and those that pass, continue after them."""
     yield (_EQUAL, 0, len(steps) + 2, number)
     # The low half alone: these arguments are ints, and the kernel ignores what is above.
     yield (_LOAD, 0, 0, _ARGUMENT + 8 * place)

@@ -322,7 +322,7 @@ class UserCodeWorker:
     """A process that serves jobs."""
 
     def __init__(self, name: str, note: StepNote | None, on_room: Callable[[UserCodeWorker], object]) -> None:
-        """Make a worker without a process. ``note``: None where jobs share no event loop; then there is one job at a
+        """Make a worker without a process. ``note``: None if jobs share no event loop; then there is one job at a
         time, and the process is killed to end it. ``on_room`` is called when the worker may take a further job.
         """
         self.process: WorkerProcess

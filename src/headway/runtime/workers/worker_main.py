@@ -226,7 +226,7 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
 
 
 MOST_THREADS = 256
-"""Most threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""
+"""Maximum number of threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""
 LEAVES_S = 3.0
 """Seconds for cancelled jobs to end at the process's end, before the user's code closes what they use."""
 NOBODY = 0
