@@ -318,7 +318,7 @@ async def test_calls_of_one_step_come_in_one_batch_whoever_asked_first() -> None
 
 
 async def test_a_client_is_read_by_one_iterator() -> None:
-    async with serving() as engine:
+    async with serving() as engine, asyncio.timeout(WAIT_S):
         await engine.submit("me", [make_call(make_request(0, max_tokens=1))])
         reading = engine.finished("me")
         await anext(reading)

@@ -93,7 +93,7 @@ async def test_with_a_back_buffer_an_update_may_arrive_at_any_time(enter: States
         assert_logprobs(await collect(engine, [make_request(3)]), {1: NEW})
 
 
-@mostly_slow("enter", [running, draining], quick=[draining])
+@pytest.mark.parametrize("enter", [running, draining])
 async def test_in_place_an_update_is_refused_while_anything_decodes(enter: States) -> None:
     async with serving(Source(NEW), slots=4, dual_buffer=False) as engine:
         assert not engine.capabilities.double_buffered
