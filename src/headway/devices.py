@@ -1,10 +1,10 @@
-"""Kinds of devices that workers compute on: the CPU, and accelerators beside it. No other module knows which there are.
+"""Kinds of devices that workers compute on: the CPU and accelerators. No other module knows the list of kinds.
 
-    kind_of("cuda:1"), kind_of(tensor.device) ─▶ a `DeviceKind`: what it has, and what is done with one of its devices
+    kind_of("cuda:1"), kind_of(tensor.device) ─▶ a `DeviceKind`: its features, and the operations on its devices
 
-All other code asks a kind what it needs to know (whether it pins host memory, whether it has streams), never which one
-it is. Another accelerator is a class here, in `ACCELERATORS`, and its name among the values of ``cluster.device``
-(docs/architecture.md has the list of what it gives). Torch is imported when a device is used, not with this module.
+All other code asks a kind for its features (does it pin host memory? does it have streams?), never for its name. To add
+an accelerator, add a class to `ACCELERATORS`, and its name to the values of ``cluster.device``; docs/architecture.md
+lists what the class has to define. Torch is imported when a device is used, not with this module.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Compute = Callable[[], None]
 
 
 class GraphRecorder(Protocol):
-    """Records functions of fixed memory: they write their result, too, into memory that stays where it is."""
+    """Records functions whose inputs and results stay at fixed addresses in memory."""
 
     def record(self, compute: Compute) -> Compute:
-        """Run ``compute`` once or more, and return a function that does the same with fewer launches.
+        """Run ``compute`` at least once, and return a function that does the same with fewer launches.
 
-        Raises `RuntimeError` where that cannot be done.
+        Raises `RuntimeError` if ``compute`` cannot be recorded.
         """
 
     def reset(self) -> None:
@@ -48,7 +48,7 @@ class GraphRecorder(Protocol):
 
 
 class DeviceKind:
-    """Operations of a kind of device: here those of a CPU, on which most do nothing.
+    """Operations of a kind of device. These defaults are for the CPU, where most do nothing.
 
     kind = kind_of(model.device)
     buffer = host_buffer(nbytes, pinned=kind.pins_host_memory)
@@ -56,32 +56,32 @@ class DeviceKind:
     """
 
     name: str
-    """Name of the kind, as torch and ``cluster.device`` have it: ``cuda``."""
+    """Name of the kind in torch and in ``cluster.device``: ``cuda``."""
     called: str
     """Word for one such device in messages: ``GPU``."""
     dtype: str
-    """Dtype of matrix products where the user leaves it open, as torch names it: ``bfloat16``."""
+    """Default dtype of matrix products, as torch names it: ``bfloat16``."""
     collectives: str
-    """Backend of torch.distributed whose collectives take this kind's tensors: ``nccl``."""
+    """Backend of torch.distributed for this kind's tensors: ``nccl``."""
     ray_resource: str | None = None
-    """Name of the devices among Ray's resources: ``GPU``. None for the CPU, of which no whole one is reserved."""
+    """Name of the devices among Ray's resources: ``GPU``. None for the CPU, which is not reserved as a whole."""
     profiled_as: str | None = None
-    """Name under which torch's profiler records the devices beside the CPU (``use_device``)."""
+    """Name of the devices in torch's profiler (``use_device``); None for the CPU, which it always records."""
     pins_host_memory: bool = False
-    """True where buffers in host memory are page-locked, since copies to the devices are quicker from there."""
+    """True if buffers in host memory are page-locked, because copies from them to the devices are faster."""
     runs_ahead: int = 0
-    """Decoding steps that are launched before the tokens of the one before are read; 0 where work is done at once."""
+    """Number of decoding steps launched ahead of reading the tokens of the step before; 0 if work is not queued."""
     flex_attention: bool = False
-    """True where attention over packed lines is FlexAttention, compiled for the device; without, all of its scores are
-    in memory at once, but on CPUs, which have kernels of their own."""
+    """True if attention over packed lines is FlexAttention, compiled for the device. Otherwise it holds all scores in
+    memory at once, except on CPUs, which have kernels of their own."""
     compiles_kernels: bool = False
-    """True where Triton compiles kernels for the devices."""
+    """True if Triton compiles kernels for the devices."""
     varlen_attention: bool = False
-    """True where torch may have FlashAttention over sequences of different lengths; the native engine tries it."""
+    """True if torch may have FlashAttention over sequences of different lengths; the native engine tries it."""
 
     @property
     def process_groups(self) -> str:
-        """Backends of a default process group, which takes tensors in host memory, too: ``cpu:gloo,cuda:nccl``."""
+        """Backends of a default process group, which also takes tensors in host memory: ``cpu:gloo,cuda:nccl``."""
         return "gloo" if self.collectives == "gloo" else f"cpu:gloo,{self.name}:{self.collectives}"
 
     def is_there(self) -> bool:
@@ -93,89 +93,87 @@ class DeviceKind:
         return 1
 
     def listed(self) -> int | None:
-        """Return the number of devices that a process may use, found without loading torch. None where it cannot be.
+        """Return the number of devices that a process may use, without loading torch. None if it is not known.
 
         Devices that the environment hides (``CUDA_VISIBLE_DEVICES``) do not count.
         """
         return None
 
     def memory_listed(self) -> int | None:
-        """Return the bytes of memory of the smallest device here, found without loading torch. None where it is not
-        known.
-        """
+        """Return the bytes of memory of the smallest device here, without loading torch. None if not known."""
         return None
 
     def device_name(self, device: Device) -> str | None:
-        """Return the device's model. None for the CPU, whose name the system knows."""
+        """Return the name of the device's model. None for the CPU, whose name comes from the operating system."""
         return None
 
     def make_current(self, device: Device) -> None:
-        """Make ``device`` the one that is meant where this process names none."""
+        """Make ``device`` the default of this process for its kind."""
 
     def synchronize(self, device: Device) -> None:
-        """Wait until ``device`` has done all that it was given. Returns at once where nothing is queued."""
+        """Wait until ``device`` has done all of its queued work. Returns at once if nothing is queued."""
 
     def side_stream(self, device: Device) -> DeviceStream | None:
-        """Return a new stream of work on ``device``, beside its default one. None where there are no streams."""
+        """Return a new stream on ``device``, next to its default stream. None if the kind has no streams."""
         return None
 
     def mark(self, device: Device) -> Callable[[], None]:
-        """Return a function that waits until ``device`` has done what this thread's stream was given up to now."""
+        """Return a function that waits until ``device`` has done the work queued so far on this thread's stream."""
         return _nothing
 
     def recorder(self, device: Device) -> GraphRecorder | None:
-        """Return a recorder of work on ``device``, to be replayed in one launch. None where nothing can be recorded."""
+        """Return a recorder of work on ``device``, for replay in one launch. None if the kind cannot record."""
         return None
 
     def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
-        """Form a process group over `collectives`, from a store alone and apart from torch's default group.
+        """Make a process group over `collectives` from a store, independent of torch's default group.
 
-        None where `collectives` is Gloo, whose group is made with its address, by
-        `engines.weights.transports.process_group`.
+        None if `collectives` is Gloo: `engines.weights.transports.process_group` makes that group, with its address.
         """
         return None
 
     def total_memory(self, device: Device) -> int | None:
-        """Return the bytes of memory that ``device`` has. None for the CPU, which shares its memory with everything."""
+        """Return the bytes of memory of ``device``. None for the CPU, whose memory is not its own."""
         return None
 
     def free_memory(self, device: Device) -> int | None:
-        """Return the bytes of ``device`` that neither tensors of this process nor anything else holds; for the CPU
-        those of the machine that programs may still take. None where it does not say.
+        """Return the bytes of ``device`` that are in use by nobody; torch's unused cache here counts as free.
+
+        For the CPU: the bytes of host memory that programs may still take. None if not known.
         """
         return None
 
     def allocated_memory(self, device: Device) -> int | None:
-        """Return the bytes that tensors of this process hold on ``device``. None where not counted."""
+        """Return the bytes that tensors of this process hold on ``device``. None if not counted."""
         return None
 
     def peak_memory(self, device: Device) -> int | None:
-        """Return the most bytes that tensors held on ``device`` since `reset_peak`. None where not counted."""
+        """Return the most bytes that tensors held on ``device`` since `reset_peak`. None if not counted."""
         return None
 
     def reset_peak(self, device: Device) -> None:
-        """Let `peak_memory` begin anew, at what is held now."""
+        """Restart `peak_memory` from the bytes that are held now."""
 
     def release_cached(self) -> None:
-        """Give memory that torch holds for later tensors back to the devices, for other processes."""
+        """Release torch's cached device memory, so that other processes can use it."""
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Lock the pages of ``memory`` that this process has mapped, and return a function that undoes it.
+        """Lock the mapped pages of ``memory``, and return a function that unlocks them.
 
-        Without it, copies are slower, and right.
+        Copies from unlocked pages are slower but correct.
         """
         return _nothing
 
 
 class Cpu(DeviceKind):
-    """The machine's processors, and its memory."""
+    """The machine's processors and their memory."""
 
     name = "cpu"
     called = "CPU"
     dtype = "float32"
     collectives = "gloo"
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    """Files in which a container's limit is, in bytes; without one, a word or a number beyond all memory."""
+    """Files with a container's memory limit in bytes. Without a limit: a word, or a number beyond all memory."""
     memory = Path("/proc/meminfo")
 
     def listed(self) -> int:
@@ -191,11 +189,11 @@ class Cpu(DeviceKind):
 
 
 def _left_below(limit: Path) -> float:
-    """Return the bytes below a container's limit that programs may still take, cached files among them."""
+    """Return the bytes that programs may still take below a container's limit; cached files count as free."""
     used = _text_of(limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes"))
     if not (_text_of(limit).isdigit() and used.isdigit()):
         return math.inf
-    # Cached files count as used, and are given up first: without them a machine that has read a model looks full.
+    # The kernel counts cached files as used, and drops them first: a machine that has read a model would look full.
     cached = re.search(r"^inactive_file (\d+)", _text_of(limit.with_name("memory.stat")), re.MULTILINE)
     return int(_text_of(limit)) - int(used) + (0 if cached is None else int(cached[1]))
 
@@ -212,7 +210,7 @@ def _nothing() -> None:
 
 
 class Accelerator(DeviceKind):
-    """Kind of device with a torch module `name`, used through the functions that such modules share."""
+    """Kind of device with a torch module called `name`, used through the functions that such modules share."""
 
     runs_ahead = 1
 
@@ -268,15 +266,15 @@ class Accelerator(DeviceKind):
 
 OWN_NCCL_ERRORS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # `wait` returns when the collective has ended, or raises after its time-out
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default NCCL's watchdog ends the process when another member died
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends the process when the watchdog hangs in a call to a dead member
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default NCCL's watchdog kills the process when another member died
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # by default it kills the process when the watchdog hangs on a dead member
 }
-"""Variables that a group of NCCL reads when it is made, so that a failure ends its collectives and nothing else."""
+"""Variables that an NCCL group reads when it is made: with these, a failure ends its collectives and nothing else."""
 _making_group = threading.Lock()
 
 
 class Cuda(Accelerator):
-    """GPUs of NVIDIA, and those of AMD, which torch gives the same name."""
+    """GPUs of NVIDIA and AMD; torch calls both ``cuda``."""
 
     name = "cuda"
     called = "GPU"
@@ -290,12 +288,12 @@ class Cuda(Accelerator):
 
     amd = Path("/dev/kfd")
     nvidia = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
-    """What a machine with a driver of NVIDIA's may have: a container lacks the first, WSL has the last alone."""
+    """Paths that show NVIDIA's driver. A container lacks the first; WSL has only the last."""
 
     def is_there(self) -> bool:
-        # By the driver's library of management: torch's own check starts CUDA, and a process that is forked afterwards,
-        # as vLLM forks its workers, cannot use a GPU any more. With the variable torch asks that library, too, but not
-        # for parts of a GPU (MIG).
+        # Ask NVML, the driver's management library: torch's own check starts CUDA, and a process that is forked
+        # afterwards, as vLLM's workers are, cannot use a GPU any more. With the variable torch asks NVML, too, but that
+        # fails for parts of a GPU (MIG).
         import torch
 
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -312,7 +310,7 @@ class Cuda(Accelerator):
         return None if None in sizes else min((nbytes for nbytes in sizes if nbytes is not None), default=None)
 
     def _gpus(self) -> list[Gpu] | None:
-        """Return the GPUs that a process may use. None where they cannot be listed."""
+        """Return the GPUs that a process may use. None if they cannot be listed."""
         if self.amd.exists():
             return None
         if (found := listed_gpus()) is None:
@@ -326,10 +324,10 @@ class Cuda(Accelerator):
         import torch
 
         runtime = self._torch.cudart()
-        # Registered where it is: `Tensor.pin_memory` makes a copy, which other processes do not write into.
+        # Registered in place: `Tensor.pin_memory` makes a copy, which other processes would not write into.
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) != 0:
             log.warning("the copy of the weights could not be page-locked: loading them takes longer")
-            # CUDA keeps the error for this thread's next launch, and torch has no function that drops it.
+            # CUDA reports the error again at this thread's next launch, and torch has no function that clears it.
             with suppress(RuntimeError):
                 torch.ones(1, device=self.name)
             return _nothing
@@ -350,14 +348,14 @@ class Cuda(Accelerator):
             os.environ.update(OWN_NCCL_ERRORS)
             try:
                 return ProcessGroupNCCL(store, rank, size, options)
-            finally:  # torch's other groups keep what was set for them
+            finally:  # torch's other groups keep the settings of the user
                 for name in OWN_NCCL_ERRORS:
                     del os.environ[name]
                 os.environ.update(before)
 
 
 class DeviceStream:
-    """A stream of work on an accelerator, for a thread beside the one that computes on the default stream.
+    """A stream on an accelerator, for another thread than the one that computes on the default stream.
 
         default stream    decode ▷ decode ▷ decode ▷ decode ▷ load ▷ decode
         side stream          └▷ receive ▷ copy ▷ receive ▷ copy │ host waits, then reports the version as received
@@ -367,7 +365,7 @@ class DeviceStream:
     """
 
     def __init__(self, module: Any, device: Device) -> None:
-        """Make the stream. ``module``: torch's for this kind of device."""
+        """Make the stream. ``module``: torch's module for this kind of device, such as `torch.cuda`."""
         self._module, self._device = module, device
         self._stream = module.Stream(device)
 
@@ -375,41 +373,41 @@ class DeviceStream:
     def working(self) -> Iterator[None]:
         """Run this thread's work on the stream. When the block ends, the device has done the work.
 
-        The work begins after what the default stream was given so far, which may still read the tensors that are
-        written here. Other streams need no event: the host waits before it tells them of the tensors. For the same
-        reason no tensor needs `record_stream`: memory that is taken in the block goes back to this stream, and memory
-        of another stream cannot be freed and taken again while work here still writes to it.
+        The work begins after all work queued so far on the default stream, which may still read the tensors that the
+        block writes. Other streams need no event: the host waits for the block before it passes the tensors on. So no
+        tensor needs `record_stream` either: memory allocated in the block goes back to this stream, and memory of
+        another stream cannot be freed and reused while the block still writes to it.
         """
         self._stream.wait_stream(self._module.default_stream(self._device))
         try:
             with self._module.stream(self._stream):
                 yield
         except BaseException:
-            with suppress(RuntimeError):  # what went wrong first is the reason
+            with suppress(RuntimeError):  # the first error is the one to report
                 self._stream.synchronize()
             raise
         self._stream.synchronize()
 
     def bring(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Copy ``buffer``, page-locked, to the device while that computes. Work that is queued later waits for it."""
+        """Copy the page-locked ``buffer`` to the device while it computes. Work queued later waits for the copy."""
         import torch
 
         current = self._module.current_stream(self._device)
         with self._module.stream(self._stream):
-            # Taken here: memory that the computing stream gave back may still be used by what is queued there.
+            # Allocated on this stream: memory freed by the computing stream may still be in use by its queued work.
             there = torch.empty_like(buffer, device=self._device)
             there.copy_(buffer, non_blocking=True)
         current.wait_stream(self._stream)
-        # Dropped by the host, the memory would else be written again before the computing stream has read it.
+        # Without this, memory that the host frees would be reused before the computing stream has read it.
         there.record_stream(current)
         return there
 
 
 class CudaRecorder:
-    """Records CUDA graphs, of which one is replayed at a time: what they compute on the way shares a pool of memory."""
+    """Records CUDA graphs. Only one may be replayed at a time: their intermediate results share a memory pool."""
 
     _one_at_a_time = threading.Lock()
-    """The lock of all recorders of a process: CUDA lets one thread record."""
+    """Lock of all recorders of a process: CUDA lets one thread record at a time."""
 
     def __init__(self, device: Device) -> None:
         import torch
@@ -424,26 +422,26 @@ class CudaRecorder:
             current = self._cuda.current_stream()
             self._stream.wait_stream(current)
             with self._cuda.stream(self._stream):
-                compute()  # libraries take their workspaces now, and compile what they have to
+                compute()  # warm-up: libraries allocate their workspaces and compile kernels now
             current.wait_stream(self._stream)  # before the recording: the warm-up writes the same memory
             graph = self._cuda.CUDAGraph()
-            # Other threads may copy weights to this device meanwhile: only this thread's calls are held to the rules.
+            # "thread_local" restricts only this thread's calls: others may copy weights to the device meanwhile.
             with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 compute()
         return graph.replay
 
     def reset(self) -> None:
-        self._pool = self._cuda.graph_pool_handle()  # of the old one memory may be left in graphs that still live
+        self._pool = self._cuda.graph_pool_handle()  # graphs that still live may hold memory of the old pool
 
 
 CPU = Cpu()
 ACCELERATORS: tuple[DeviceKind, ...] = (Cuda(),)
-"""Kinds beside the CPU. ``cluster.device=auto`` is the first that is there."""
+"""Kinds other than the CPU. ``cluster.device=auto`` is the first one that is available."""
 KINDS = {kind.name: kind for kind in (CPU, *ACCELERATORS)}
 
 
 def kind_of(device: Device) -> DeviceKind:
-    """Return the kind of ``device``. Raises `ConfigError` for one that Headway does not compute on."""
+    """Return the kind of ``device``. Raises `ConfigError` for a kind that Headway does not support."""
     name = device.partition(":")[0] if isinstance(device, str) else device.type
     if name not in KINDS:
         raise ConfigError(f"Headway computes on {' and '.join(KINDS)}, and not on a device of the kind {name!r}")
@@ -451,12 +449,12 @@ def kind_of(device: Device) -> DeviceKind:
 
 
 def kind_here() -> DeviceKind:
-    """Return the first accelerator that torch sees here, or else the CPU."""
+    """Return the first kind of accelerator that torch sees here, or else the CPU."""
     return next((kind for kind in ACCELERATORS if kind.is_there()), CPU)
 
 
 def listed_here() -> int | None:
-    """Return the number of all accelerators here, as `DeviceKind.listed` counts them; None where it is not known."""
+    """Return the number of all accelerators here, as `DeviceKind.listed` counts them; None if it is not known."""
     known = [count for kind in ACCELERATORS if (count := kind.listed()) is not None]
     return sum(known) if len(known) == len(ACCELERATORS) else None
 
@@ -464,7 +462,7 @@ def listed_here() -> int | None:
 def memory_listed_here(*, on_cpu: bool) -> int | None:
     """Return the bytes of memory of this machine, or of the smallest accelerator here, without loading torch.
 
-    None where they are not known.
+    None if not known.
     """
     known = [nbytes for kind in ((CPU,) if on_cpu else ACCELERATORS) if (nbytes := kind.memory_listed()) is not None]
     return min(known, default=None)
@@ -475,9 +473,9 @@ def chosen(
     sees: Callable[[DeviceKind], bool] = lambda kind: kind.is_there(),
     lacking: str = "torch sees no {} here",
 ) -> str:
-    """Return the name of the kind for ``cluster.device=asked``; ``auto``: the first accelerator there, or else the CPU.
+    """Return the name of the kind for ``cluster.device=asked``; ``auto``: the first available accelerator, or the CPU.
 
-    ``sees`` tells whether a kind is there. Raises `ConfigError` for one that is not: ``lacking`` says who sees none.
+    ``sees`` tells whether a kind is available. Raises `ConfigError`, with ``lacking`` in its message, if it is not.
     """
     if asked == "auto":
         return next((kind for kind in ACCELERATORS if sees(kind)), CPU).name

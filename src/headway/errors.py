@@ -1,13 +1,13 @@
 """Errors of Headway: every way in which a run can end early, in one file.
 
-Two families, told apart by what the user has to do:
+Two families, by what the user has to do:
 
     HeadwayError
-    ├── UserError      exit code 2: something that was given is wrong (config, model, data, reward file)
+    ├── UserError      exit code 2: the user's input is wrong (config, model, data, reward file)
     └── RunError       exit code 1: the run itself failed (a worker died, a wait ran out, a bound was broken)
 
-Each class refines the matching standard type, carries one message (so that it survives pickling between processes), and
-the message says what was given, what was expected and what to do.
+Each class refines the matching standard type and carries one message, so that it survives pickling between processes.
+The message says what was given, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from traceback import walk_tb
 
 NOT_THE_USERS = ("<", str(Path(__file__).parent), str(Path(os.__file__).parent))
-"""Beginnings of the names of files that are not the user's: Headway's, and Python's own."""
+"""Prefixes of the paths of files that are not the user's: Headway's own, and Python's."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of folders of installed packages."""
 EXIT_STOPPED = 3
 """Exit code of a run that would end again in the same way until a setting changes."""
 EXIT_INTERRUPTED = 130
-"""Exit code of an interrupted run, as shells have it for a program that Ctrl-C ended."""
+"""Exit code of an interrupted run: the one that shells report for a program ended by Ctrl-C."""
 
 
 class HeadwayError(Exception):
@@ -36,12 +36,12 @@ class HeadwayError(Exception):
 
 
 class UserError(HeadwayError, ValueError):
-    """Error in something that the user gave."""
+    """Error in the user's input."""
 
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython and notebooks print: the message, as the command line has it."""
+        """Return the lines that IPython and notebooks print: the message, as on the command line."""
         return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
 
 
@@ -50,7 +50,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Error in a data set: it is missing, unreadable or lacks what was asked of it."""
+    """Error in a data set: it is missing or unreadable, or lacks a field or rows that are needed."""
 
 
 class ModelError(UserError):
@@ -58,11 +58,11 @@ class ModelError(UserError):
 
 
 class UserCodeError(UserError):
-    """Error in a file of the user's own: it does not import, or lacks the function that was named."""
+    """Error in a file of user code: it does not import, or lacks the named function."""
 
 
 class RunError(HeadwayError, RuntimeError):
-    """Error of the run itself, where what the user gave was right."""
+    """Error of the run itself: the user's input was right."""
 
 
 class WorkerDied(RunError):
@@ -70,19 +70,21 @@ class WorkerDied(RunError):
 
 
 class TokensLost(RunError):
-    """Error for tokens or columns of groups that were on a machine that is gone: the run cannot train on them."""
+    """Error for tokens or columns of groups that were lost with a machine: the run cannot train on them."""
 
 
 class UserCodeFailed(RunError):
-    """Error for a job in a worker whose user code raised. The message is the exception's type and text, one line."""
+    """Error for a job whose user code raised in a worker. The message is the exception's type and text, on one line."""
 
 
 class RunnerLost(RunError):
-    """Error for a job whose worker, the process that held its user code, ended or was ended before the job was over."""
+    """Error for a job whose worker process, which ran the user code, ended or was killed before the job was over."""
 
     def __init__(self, message: str, *, end: str = "", culprit: bool | None = None, timed_out: bool = False) -> None:
-        """Say in ``end`` how the process ended, such as ``exit code 3`` or ``SIGKILL``, in ``culprit`` whether it was
-        executing this very job (None: not known), and in ``timed_out`` whether a time limit of the job's was behind it.
+        """Set the message and the details.
+
+        ``end``: how the process ended, such as ``exit code 3`` or ``SIGKILL``. ``culprit``: True if it was executing
+        this very job; None: not known. ``timed_out``: True if a time limit of the job ended it.
         """
         super().__init__(message)
         self.end = end
@@ -91,11 +93,11 @@ class RunnerLost(RunError):
 
 
 class ClientGone(RunError):
-    """Error that ends what an engine yields to a client that is gone."""
+    """Error that ends an engine's stream of finished calls to a client that is gone."""
 
 
 class StageFailed(RunError):
-    """Error for an exception of a stage's own code; the cause is chained."""
+    """Error for an exception in a stage's own code; the cause is chained."""
 
 
 class StallError(RunError, TimeoutError):
@@ -103,7 +105,7 @@ class StallError(RunError, TimeoutError):
 
 
 class StalenessExceeded(RunError):
-    """Error for a group older than the proved bound that reached the trainer."""
+    """Error for a group that reached the trainer with a lag above the proved bound."""
 
 
 class LedgerImbalance(RunError):
@@ -117,7 +119,7 @@ class NothingToTrain(RunError):
 
 
 class StoppedByGuard(RunError):
-    """Error when data was too far off policy, and ``algorithm.guard.action`` is ``stop``."""
+    """Error when data was too far off policy and ``algorithm.guard.action`` is ``stop``."""
 
     exit_code = EXIT_STOPPED
 
@@ -127,11 +129,11 @@ class UpdateFailed(RunError):
 
 
 class UpdateMissed(UpdateFailed):
-    """Error when a receiver did not get a version because another one, which was to receive it for both, did not."""
+    """Error when a receiver missed a version because the receiver that shares its copy on the machine missed it."""
 
 
 class NonFinite(RunError):
-    """Error when loss or gradient was not finite more often than allowed, or weights give no distribution."""
+    """Error when loss or gradient was not finite more often than allowed, or logits give no distribution."""
 
     exit_code = EXIT_STOPPED
 
@@ -148,20 +150,20 @@ class ScoringTimedOut(ScoringFailed):
 
 
 class ProgramFailed(RunError):
-    """Error when an episode's program failed: user code raised, or returned what it must not.
+    """Error when an episode's program failed: user code raised, or returned an invalid result.
 
-    An episode that failed is data, not a crash, and is not an episode with a reward of 0 either: it is not trained on.
+    A failed episode is data, not a crash. It is not trained on; an episode with a reward of 0 would be.
     """
 
 
 class ProgramAway(ProgramFailed):
-    """Error when an episode's program failed for something that is away for a time: it may be run again."""
+    """Error when an episode's program failed because something is unavailable for a time: it may be run again."""
 
 
 class Unavailable(HeadwayError, ConnectionError):
-    """Error for user code to raise where what it needs is away for a time: the episode's program is run again.
+    """Error for user code to raise when something it needs is unavailable for a time: the program is run again.
 
-    Of what a tool raises this alone is not told to the model.
+    The model is told of every other error of a tool, but not of this one.
     """
 
 
@@ -170,15 +172,16 @@ class SandboxFailed(RunError):
 
 
 class EpisodeOver(HeadwayError):
-    """Error that a program meets in place of a turn, after a limit of the episode: there will be no further turn.
+    """Error that a program gets instead of a turn once a limit of the episode is reached: no further turn follows.
 
-    A program may catch it and return a reward. Where it does not, it has the rewards that it gave before.
+    A program may catch it and return a reward. If it does not, the rewards that it gave before count.
     """
 
     def __init__(self, limit: str) -> None:
         super().__init__(limit)
         self.limit = limit
-        """``turns``, ``tokens``, ``time`` (seconds of the episode) or ``step`` (seconds between two turns)."""
+        """The limit that was reached: ``turns``, ``tokens``, ``time`` (seconds of the episode) or ``step`` (seconds
+        between two turns)."""
 
     def __str__(self) -> str:
         return f"the episode is over: its limit of {self.limit} is reached, and there will be no further turn"
@@ -186,7 +189,7 @@ class EpisodeOver(HeadwayError):
 
 @contextmanager
 def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
-    """Turn every exception of foreign code in the block into ``error``, once, with ``doing`` in the message.
+    """Turn every exception of foreign code in the block into one ``error``, with ``doing`` in the message.
 
     Headway's own errors pass through unchanged, and so do cancellation and interrupts.
     """
@@ -194,14 +197,14 @@ def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
         yield
     except HeadwayError:
         raise
-    except (Exception, SystemExit) as cause:  # code that calls sys.exit() ends no command, and no event loop
+    except (Exception, SystemExit) as cause:  # sys.exit() in foreign code must not end a command or an event loop
         raise error(f"{doing}: {raised_by(cause)}") from cause
 
 
 def said_by(cause: BaseException, most: int = 300) -> str:
-    """Describe a foreign error in one line: its type and its message, of which at most ``most`` characters are kept.
+    """Describe a foreign error in one line: its type and its message, cut to ``most`` characters.
 
-    Characters that UTF-8 cannot encode are spelled as escapes, so that the line can be printed and written anywhere.
+    Characters that UTF-8 cannot encode become escapes, so that the line can be printed and written anywhere.
     """
     try:
         text = " ".join(str(cause).split())
@@ -214,7 +217,7 @@ def said_by(cause: BaseException, most: int = 300) -> str:
 def raised_by(cause: BaseException, most: int = 300) -> str:
     """Describe an error of user code as `said_by` does, with its place: ``"KeyError: 'a' (own.py:12, in score)"``.
 
-    The place is the last one in a file of the user's: not of Headway, of an installed package or of Python itself.
+    The place is the last frame in a file of the user: not of Headway, of an installed package or of Python itself.
     """
     said = said_by(cause, most)
     for frame, line in reversed([*walk_tb(cause.__traceback__)]):
@@ -225,7 +228,7 @@ def raised_by(cause: BaseException, most: int = 300) -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return ``value`` as Python spells it, shortened to ``most`` characters."""
+    """Return the ``repr`` of ``value``, shortened to ``most`` characters."""
     return cut(repr(value), most)
 
 
@@ -235,12 +238,12 @@ def cut(text: str, most: int = 80) -> str:
 
 
 def writable(text: str) -> str:
-    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, spelled as escapes."""
+    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def writable_json(text: str) -> str:
-    """Return JSON in which `writable` was done to the strings. ``text``: JSON that does not escape characters."""
+    """Return the JSON ``text`` with lone surrogates in its strings escaped. ``text`` must not escape characters yet."""
     return _SURROGATES.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text)
 
 

@@ -1,6 +1,6 @@
-"""Events: what happens in a run, typed. Metrics, timelines and the live view derive from these alone.
+"""Events: typed records of everything that happens in a run. Metrics, timelines and the live view use nothing else.
 
-``time`` is the event loop's clock (seconds, monotonic; virtual under simulation), which a machine's workers share.
+``time`` is the event loop's clock (seconds, monotonic; virtual in a simulation). All workers of a machine share it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from headway.records import Event as Event
 from headway.records import event
 
 WAITS_FOR_GROUPS = "groups from the message queue"
-"""Value of ``StageChanged.waiting_for`` for a stage that takes batches; reports look for this text."""
+"""Value of ``StageChanged.waiting_for`` for a stage that waits for batches; reports look for this text."""
 
 Span = tuple[float, float]
 DecodeSteps = tuple[int, float, int]
-"""Sums (steps, seconds, cached) over decode steps with the same number of active sequences. ``seconds`` is wall time
-from one step's end to the next one's; ``cached`` counts the tokens in the KV cache, once for each step."""
+"""Sums (steps, seconds, cached) over decode steps with the same number of active sequences. ``seconds``: wall time from
+the end of one step to the end of the next. ``cached``: tokens in the KV cache, added up over the steps."""
 
 PrefillSteps = tuple[int, int, int, float, int]
-"""Sums (steps, active, tokens, seconds, cached) over steps that prefilled ``tokens``, beside decoding. ``active``
-counts all that were given a token, those that began with these prefills included. The rest is as in `DecodeSteps`."""
+"""Sums (steps, active, tokens, seconds, cached) over steps that prefilled and decoded. ``active``: sequences that got a
+token, including those that were prefilled. ``tokens``: prefilled tokens. The rest is as in `DecodeSteps`."""
 
 
 def add_prefill(merged: dict[int, PrefillSteps], active: int, tokens: int, seconds: float, cached: int) -> None:
-    """Add one step to the sums for steps of about its size. ``merged`` is keyed by the largest power of two that is no
-    more than a step's ``tokens``: comparing sizes tells what a token costs, and there are never many sizes.
-    """
+    """Add one step to the sums for steps of similar size. ``merged``: largest power of two ≤ ``tokens`` -> sums.
+    Comparing sizes shows the cost of a token, and powers of two keep the number of sizes small."""
     size = 1 << (tokens.bit_length() - 1)
     before = merged.get(size, (0, 0, 0, 0.0, 0))
     merged[size] = (before[0] + 1, before[1] + active, before[2] + tokens, before[3] + seconds, before[4] + cached)
@@ -49,16 +48,16 @@ class RunStarted(Event):
     stages: list[str] = field(default_factory=list)
     """Names of the run's stages, in the order in which data flows."""
     episodes: int = 0
-    """Number of episodes of each group, its baseline included; 0 in records that do not have it."""
+    """Number of episodes of each group, including its baseline; 0 in older records."""
 
     def place_of(self, stage: str) -> int:
-        """Return the position of ``stage`` among the run's stages; a position behind the last for any other name."""
+        """Return the index of ``stage`` among the run's stages; for an unknown name, their number."""
         return self.stages.index(stage) if stage in self.stages else len(self.stages)
 
 
 @event("worker.described")
 class WorkerDescribed(Event):
-    """Event: a worker of the run is up. ``cpu`` and ``gpu`` are models, ``cores`` the number that it may use."""
+    """Event: a worker of the run has started. ``cpu`` and ``gpu`` name the models; it may use ``cores`` CPU cores."""
 
     worker: str
     host: str
@@ -68,12 +67,12 @@ class WorkerDescribed(Event):
     threads: int
     """Number of threads that torch uses in the worker."""
     pid: int | None = None
-    """Id of the worker's process on ``host``. None in records that do not have it."""
+    """Id of the worker's process on ``host``; None in older records."""
 
 
 @event("stage.changed")
 class StageChanged(Event):
-    """Event: a stage entered ``state``; ``waiting_for`` names the other party while it waits."""
+    """Event: a stage entered ``state``. ``waiting_for`` names what it waits for; None if it does not wait."""
 
     stage: str
     state: str
@@ -84,7 +83,7 @@ class StageChanged(Event):
 
 @event("group.admitted")
 class GroupAdmitted(Event):
-    """Event: a group was admitted. ``limit`` is ⌊(version + 1 + η)·B⌋, ``version`` the oldest served."""
+    """Event: a group was admitted. ``limit`` is ⌊(version + 1 + η)·B⌋; ``version`` is the oldest served version."""
 
     number: int
     epoch: int
@@ -95,12 +94,12 @@ class GroupAdmitted(Event):
     discarded: int
     limit: int
     source: str = ""
-    """Source of the prompt: a file, a dataset, or what its row says."""
+    """Source of the prompt: a file, a dataset, or the name that its row gives."""
 
 
 @event("trajectory.finished", "started", "finished", "steps", "waits")
 class TrajectoryFinished(Event):
-    """Event: a trajectory ended. ``version_spans``: ``[[start, version], …]``, each version sampled from its start."""
+    """Event: a trajectory ended. ``version_spans``: ``[[start, version], …]``, each version samples from its start."""
 
     number: int
     k: int
@@ -112,26 +111,26 @@ class TrajectoryFinished(Event):
     started: float
     finished: float
     baseline: bool = False
-    """True where the trajectory is not trained on: its reward is its group's baseline."""
+    """True if the trajectory is not trained on: its reward is its group's baseline."""
     turns: int = 1
     failure: str | None = None
-    """Reason why the episode failed; None where it did not."""
+    """Reason why the episode failed; None if it did not fail."""
     limit: str | None = None
-    """The limit that ended the episode: ``turns``, ``tokens``, ``step`` or ``time``; None for none."""
+    """Limit that ended the episode: ``turns``, ``tokens``, ``step`` or ``time``; None if no limit did."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers of an episode that a program made: seconds of its environment, forks, tool errors, its own."""
+    """Numbers about a program's episode: seconds in its environment, forks, tool errors, and the program's own."""
     steps: list[Span] = field(default_factory=list)
-    """Spans in which the episode's program worked, and no turn of it was awaited. They are a bounded number: of many,
-    neighbours are joined. Empty where no program makes the episodes."""
+    """Spans in which the episode's program worked and waited for no turn. If there are too many, neighbours are
+    joined. Empty if no program makes the episodes."""
     waits: list[Span] = field(default_factory=list)
-    """Spans in which the program waited to begin: for a process, or for what was away."""
+    """Spans in which the program waited to begin: for a process, or for something that was unavailable."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What the episode's agent asked the endpoint for and did not get: the first reason of each kind."""
+    """Requests of the episode's agent that the endpoint did not fulfil: kind -> first reason."""
 
 
 @event("group.rewarded")
 class GroupRewarded(Event):
-    """Event: a group was rewarded. ``parts``: values by part, unweighted, and further numbers; None: does not apply."""
+    """Event: a group was rewarded. ``parts``: part or further number -> unweighted values; None: does not apply."""
 
     number: int
     rewards: list[float]
@@ -140,7 +139,7 @@ class GroupRewarded(Event):
 
 @event("group.settled")
 class GroupSettled(Event):
-    """Event: an admitted group met its fate. ``lag``, that of its oldest token, is given only for a trained group."""
+    """Event: an admitted group met its fate. ``lag``: lag of its oldest token, given only for a trained group."""
 
     number: int
     fate: str
@@ -167,8 +166,8 @@ class TrainerBusy(Event):
 
 @event("optimizer.stepped")
 class OptimizerStepped(Event):
-    """Event: an optimizer step. ``lags``: one per group; ``stale_trajectories``: trajectories with lag ≥ 1, counted;
-    ``rows``: rows of all trajectories, which are more than these where turns forked, and 0 where nobody counted.
+    """Event: an optimizer step. ``lags``: one per group. ``stale_trajectories``: number of trajectories with lag ≥ 1.
+    ``rows``: number of rows of all trajectories, several for one whose turns forked; 0 if they were not counted.
     """
 
     step: int
@@ -179,7 +178,7 @@ class OptimizerStepped(Event):
     trajectories: int
     lags: list[int]
     token_lag: dict[int, int] = field(default_factory=dict)
-    """Histogram of the tokens' lags: lag → number of tokens."""
+    """Histogram of the tokens' lags: lag -> number of tokens."""
     stale_trajectories: int = 0
     rows: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -199,7 +198,7 @@ class CriticStepped(Event):
 
 @event("guard.acted")
 class GuardActed(Event):
-    """Event: the guard ``did`` something about a step's ``ess``. ``clip_scale`` and ``eta`` hold from now on."""
+    """Event: the guard acted on a step's ``ess``. ``did``: the action. ``clip_scale`` and ``eta`` hold from now on."""
 
     version: int
     ess: float
@@ -211,9 +210,9 @@ class GuardActed(Event):
 
 @event("update.phase")
 class UpdatePhase(Event):
-    """Event: one of the phases gather, send, recv, register and load of the update to ``version`` ended at ``where``.
+    """Event: a phase (gather, send, recv, register or load) of the update to ``version`` ended at ``where``.
 
-    Gather and a send to all replicas together are at ``actor``; a send to one replica alone is at that replica.
+    ``where`` is ``actor`` for gather, and for a send to all replicas together. A send to a single replica has its name.
     """
 
     version: int
@@ -222,34 +221,33 @@ class UpdatePhase(Event):
     seconds: float
     nbytes: int = 0
     probe_difference: float | None = None
-    """Largest difference, in nats, between the log-probs that ``where`` serves and the trainer's; only in phase
-    ``load``, None where it was not measured. On shared devices a replica measures it once it is awake again, in a
-    ``load`` event of its own."""
+    """Largest difference, in nats, between the log-probs of ``where`` and the trainer's. Only in phase ``load``; None
+    if not measured. On shared devices a replica measures it once it is awake again, in a further ``load`` event."""
 
 
 @event("update.finished")
 class UpdateFinished(Event):
-    """Event: every replica serves ``version``, or skipped it for a newer one that is on its way (`UpdateSuperseded`).
+    """Event: every replica serves ``version``, or skipped it for a newer one (`UpdateSuperseded`).
 
-    Stalls are spans in which a side waited for the update and did nothing else.
+    A stall is time in which trainer or replicas only waited for the update.
     """
 
     version: int
     trainer_stall_s: float
     rollout_stall_s: float
     interrupted: int
-    """Number of trajectories that were cut and go on under the new version."""
+    """Number of trajectories that were interrupted and go on under the new version."""
     validation_stall_s: float = 0.0
-    """Part of ``trainer_stall_s`` in which the update waited for a validation before it paused the replicas."""
+    """Seconds of ``trainer_stall_s`` in which the update waited for a validation before it paused the replicas."""
     full_nbytes: int | None = None
-    """Number of bytes of the complete weights, where fewer may have been sent; None where all were."""
+    """Number of bytes of the complete weights, if fewer may have been sent; None if all were sent."""
     changed: float | None = None
-    """Share of 16-bit units that differ from the version before; None where it was not measured."""
+    """Share of 16-bit units that differ from the version before; None if not measured."""
 
 
 @event("update.retried")
 class UpdateRetried(Event):
-    """Event: a transfer of ``version`` failed, and is tried again to ``receivers``, which still serve what they did."""
+    """Event: a transfer of ``version`` failed, and is retried to ``receivers``. They still serve their old version."""
 
     version: int
     receivers: list[str]
@@ -258,7 +256,7 @@ class UpdateRetried(Event):
 
 @event("update.superseded")
 class UpdateSuperseded(Event):
-    """Event: ``replica`` skips ``version``, because a newer one was ready before the transfer began."""
+    """Event: ``replica`` skips ``version``, because a newer version was ready before the transfer began."""
 
     version: int
     replica: str
@@ -266,18 +264,18 @@ class UpdateSuperseded(Event):
 
 @event("replica.halted", "span")
 class ReplicaHalted(Event):
-    """Event: ``replica`` was paused during ``span``, to ``load`` new weights, or by the ``lease`` of its devices."""
+    """Event: ``replica`` was paused during ``span``: to ``load`` new weights, or for the ``lease`` of its devices."""
 
     replica: str
     reason: str
     span: Span
     interrupted: int
-    """Number of trajectories with tokens that the pause cut."""
+    """Number of trajectories that the pause interrupted after their first token."""
 
 
 @event("replica.joined")
 class ReplicaJoined(Event):
-    """Event: a late replica serves from now on, with ``version``."""
+    """Event: a replica that joined late serves from now on, with ``version``."""
 
     replica: str
     version: int
@@ -294,20 +292,20 @@ class ReplicaLost(Event):
 
 @event("episode_worker.lost")
 class EpisodeWorkerLost(Event):
-    """Event: an episode worker died, or does not answer; others make its unfinished groups again."""
+    """Event: an episode worker died or does not answer; others make its unfinished groups again."""
 
     worker: str
     reason: str
 
 
 def ranks_named(role: str) -> str:
-    """Return the name of the ranks of ``role`` in messages."""
+    """Return the words for the ranks of ``role`` in messages."""
     return "the trainer" if role == "actor" else f"the role {role}"
 
 
 @event("ranks.lost")
 class RanksLost(Event):
-    """Event: a rank of ``role`` died or does not move; all its ranks are started again."""
+    """Event: a rank of ``role`` died or makes no progress; all ranks of the role are restarted."""
 
     role: str
     reason: str
@@ -315,22 +313,22 @@ class RanksLost(Event):
 
 @event("ranks.restarted", "span")
 class RanksRestarted(Event):
-    """Event: the ranks of ``role`` stand where they stood when they were lost, at the beginning of ``span``."""
+    """Event: the restarted ranks of ``role`` are back in their state at the loss. ``span``: from the loss until now."""
 
     role: str
     version: int
     batches: int
-    """Number of batches since the newest checkpoint that they were trained on again."""
+    """Number of batches since the newest checkpoint that were trained on again."""
     span: Span
     ranks: int = 0
-    """Number of ranks that there are now; 0 in records that do not say."""
+    """Number of ranks now; 0 in older records."""
     of: int = 0
-    """Number of ranks at the start: fewer go on where no machine has room for all."""
+    """Number of ranks at the start of the run. ``ranks`` is smaller if no machine has room for all."""
 
 
 @event("lease.changed", "asked")
 class LeaseChanged(Event):
-    """Event: shared devices went to ``holder``, ``train`` or ``generate``. The hand-over began at ``asked``."""
+    """Event: shared devices went to ``holder``: ``train`` or ``generate``. The hand-over began at ``asked``."""
 
     holder: str
     asked: float
@@ -340,7 +338,7 @@ class LeaseChanged(Event):
 
 @event("replica.activity", "busy")
 class ReplicaActivity(Event):
-    """Event: a replica's work since its last report: ``busy`` spans, and ``slot_seconds``, active slots × time."""
+    """Event: a replica's work since its last report. ``busy``: spans; ``slot_seconds``: active slots × seconds."""
 
     replica: str
     busy: list[Span]
@@ -348,15 +346,15 @@ class ReplicaActivity(Event):
     generated_tokens: int
     prefilled_tokens: int
     cached_tokens: int = 0
-    """Tokens of contexts that needed no prefill: the prefix cache had them, or another call brought them."""
+    """Number of context tokens that needed no prefill: from the prefix cache, or prefilled once for several calls."""
     preempted: int = 0
     """Number of answers that were parked because memory for keys and values ran short."""
     unpinned: int = 0
-    """Number of times that an open episode lost what was kept for its next call, because memory ran short."""
+    """Number of times that an open episode lost its cached keys and values because memory ran short."""
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
-    """Sums over the steps that prefilled nothing, by number of active sequences; empty where they are unknown."""
+    """Number of active sequences -> sums over the steps that prefilled nothing; empty if unknown."""
     prefill_steps: dict[int, PrefillSteps] = field(default_factory=dict)
-    """Sums over the steps that prefilled something, by the size of their prefills (`add_prefill`)."""
+    """Size of the prefills -> sums over the steps that prefilled something (`add_prefill`)."""
 
 
 @event("validation.finished", "span")
@@ -366,16 +364,16 @@ class ValidationFinished(Event):
     problems: int
     mean_tokens: float
     failed: int
-    """Problems without a score, which count as 0."""
+    """Number of problems without a score; they count as 0."""
     span: Span
     failed_episodes: int = 0
-    """Answers that are missing since their episodes failed. A problem with others has the mean of these."""
+    """Number of answers that are missing because their episodes failed. A problem's score is the mean of the rest."""
     versions: list[int] = field(default_factory=list)
-    """Versions that sampled the answers, ascending: several where programs are validated while weights change."""
+    """Versions that sampled the answers, ascending; several if weights changed while programs were validated."""
     by_source: dict[str, float] = field(default_factory=dict)
-    """Accuracy on the problems of each source, where there are several sources."""
+    """Source -> accuracy on its problems; empty if there is one source."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Means of the reward's parts and of further numbers that they told, where there are several."""
+    """Part of the reward, or further number that a part reports -> its mean; empty unless there are several."""
 
 
 @event("prompts.left_out")
@@ -387,34 +385,34 @@ class PromptsLeftOut(Event):
     count: int
     max_tokens: int
     reason: str = "too_long"
-    """A `headway.data.tokenize.Reason`; ``too_long``: prompts of more than ``max_tokens``."""
+    """A `headway.data.tokenize.Reason`; ``too_long``: the prompt has more than ``max_tokens`` tokens."""
     why: str = ""
-    """What is wrong with one of them; empty where they are too long."""
+    """Description of the problem of one of the rows; empty if the rows are too long."""
 
 
 @event("version.reached")
 class VersionReached(Event):
-    """Event: a version boundary. All before ``version`` is consumed; a checkpoint of it holds what was true now."""
+    """Event: a version boundary. All batches before ``version`` are consumed; its checkpoint holds the state of now."""
 
     version: int
     groups: dict[str, int]
-    """Balance of the ledger at the boundary: number of groups by fate, and ``admitted``."""
+    """Balance of the ledger at the boundary: fate, or ``admitted`` -> number of groups."""
     episodes: dict[str, int] = field(default_factory=dict)
-    """The same of episodes; empty in records that do not have it."""
+    """The same balance for episodes; empty in older records."""
 
 
 @event("run.resumed")
 class RunResumed(Event):
-    """Event: the run resumes from ``version``. Events after that `VersionReached` are undone, `RunStarted` is next."""
+    """Event: the run resumes from ``version``. Events after its `VersionReached` are undone; `RunStarted` follows."""
 
     version: int
     times: int
-    """Number of times that the run was resumed, this time included."""
+    """Number of times that the run was resumed, including this time."""
 
 
 @event("checkpoint.copied", "span")
 class CheckpointCopied(Event):
-    """Event: training stood still during ``span``, while ``version`` was copied for a checkpoint or a snapshot."""
+    """Event: training paused during ``span`` while ``version`` was copied for a checkpoint or a snapshot."""
 
     version: int
     span: Span
@@ -422,7 +420,7 @@ class CheckpointCopied(Event):
 
 @event("checkpoint.saved", "span")
 class CheckpointSaved(Event):
-    """Event: the checkpoint of ``version`` was written during ``span``, beside training, and is complete."""
+    """Event: the checkpoint of ``version`` is complete. It was written during ``span``, in parallel with training."""
 
     version: int
     path: str
@@ -431,7 +429,7 @@ class CheckpointSaved(Event):
 
 @event("snapshot.kept", "span")
 class SnapshotKept(Event):
-    """Event: the state of each training rank at ``version`` was sent to another process's memory during ``span``."""
+    """Event: during ``span``, each training rank's state at ``version`` was sent to another process's memory."""
 
     version: int
     span: Span
@@ -439,7 +437,7 @@ class SnapshotKept(Event):
 
 @event("checkpoint.failed")
 class CheckpointFailed(Event):
-    """Event: the checkpoint of ``version``, the ``in_row``-th one after the other, could not be written."""
+    """Event: the checkpoint of ``version`` could not be written: the ``in_row``-th failure in a row."""
 
     version: int
     reason: str
@@ -448,7 +446,7 @@ class CheckpointFailed(Event):
 
 @event("storage.reached")
 class StorageReached(Event):
-    """Event: the storage has all that was closed, or lacks some for a ``reason``; ``version``: newest checkpoint."""
+    """Event: the storage has all closed files; if not, ``reason`` says why. ``version``: newest checkpoint there."""
 
     version: int | None
     reason: str | None
@@ -456,18 +454,18 @@ class StorageReached(Event):
 
 @event("profile.taken", "span")
 class ProfileTaken(Event):
-    """Event: what workers computed during ``span``, in versions from ``version`` on, is in files soon after it."""
+    """Event: workers were profiled during ``span``, from ``version`` on. Their traces are written soon afterwards."""
 
     version: int
     versions: int
-    """Number of versions that were trained to their end meanwhile; fewer than asked for where the window was cut."""
+    """Number of versions whose training ended during ``span``; fewer than requested if the window closed early."""
     span: Span
     folder: str
     """Folder of the traces, relative to the run's directory."""
     files: list[str]
     """Names of the traces in that folder, one for each process."""
     reason: str | None = None
-    """Reason why the window was closed early; None where it was not."""
+    """Reason why the window closed early; None if it did not."""
 
 
 @event("note")
@@ -480,7 +478,7 @@ class Note(Event):
 
 @event("run.finished")
 class RunFinished(Event):
-    """Event: the run ended as ``completed``, ``interrupted`` or ``failed``. The rest is the ledger's balance."""
+    """Event: the run ended as ``completed``, ``interrupted`` or ``failed``. ``groups``, ``episodes``: final ledger."""
 
     status: str
     reason: str | None
@@ -490,7 +488,7 @@ class RunFinished(Event):
 
 
 class Observer(Protocol):
-    """Observer of a run. Called on the event loop's thread, in order; must return at once and never raise."""
+    """Observer of a run's events. Called on the event loop's thread, in order; must return at once and never raise."""
 
     def on_event(self, event: Event) -> None: ...
 

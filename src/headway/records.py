@@ -1,4 +1,4 @@
-"""Records: dataclasses that processes hand to each other and observers are told, and the base of all events."""
+"""Records: dataclasses that are passed between processes and to observers, and the base class of all events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def pickled_by_fields(record: type[T]) -> type[T]:
-    """Have instances of a dataclass of two fields or more pickled as their class and the fields' values, in order.
+    """Make a dataclass pickle as its class and its field values, in order. It needs at least two fields.
 
-    A dataclass with slots is otherwise taken apart and put together by loops in Python, which cost episode worker and
-    driver a third of what they do for an answer.
+    By default, loops in Python pickle and unpickle a dataclass with slots. They took a third of the time that episode
+    worker and driver spend on an answer.
     """
     of_record = fields(record)  # type: ignore[arg-type]
     if len(of_record) < 2 or any(field.kw_only or not field.init for field in of_record):
@@ -30,9 +30,9 @@ def pickled_by_fields(record: type[T]) -> type[T]:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def record(plain: type[T]) -> type[T]:
-    """Make a dataclass with slots, `pickled_by_fields` unless it says itself how, that type checkers take for frozen.
+    """Make a dataclass with slots that type checkers treat as frozen, `pickled_by_fields` unless it has ``__reduce__``.
 
-    At run time it is not frozen: an instance of a frozen class takes five times as long to make.
+    At run time it is not frozen: creating an instance of a frozen class takes five times as long.
     """
     made = dataclass(slots=True)(plain)
     return made if "__reduce__" in vars(made) else pickled_by_fields(made)
@@ -40,7 +40,7 @@ def record(plain: type[T]) -> type[T]:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def _named_record(plain: type[T]) -> type[T]:
-    """Make a dataclass that type checkers take for frozen; see `record`."""
+    """Make a keyword-only dataclass that type checkers treat as frozen; see `record`."""
     return dataclass(slots=True, kw_only=True)(plain)
 
 
@@ -50,7 +50,7 @@ class Event:
 
     kind: ClassVar[str] = "event"
     on_clock: ClassVar[tuple[str, ...]] = ("time",)
-    """Names of the fields that hold moments on the clock: numbers, spans, or lists of spans."""
+    """Names of the fields that hold times of the clock: numbers, spans, or lists of spans."""
     names: ClassVar[tuple[str, ...]] = ("time",)
     """Names of all fields."""
     time: float
@@ -60,7 +60,7 @@ class Event:
         return {"kind": self.kind, **{name: getattr(self, name) for name in self.names}}
 
     def later(self, seconds: float) -> Self:
-        """Return the same event with its times moved to a clock that is ahead by so many seconds."""
+        """Return a copy of the event whose times are ``seconds`` later."""
         return replace(self, **{name: _later(getattr(self, name), seconds) for name in self.on_clock})
 
 
@@ -75,7 +75,7 @@ E = TypeVar("E", bound=Event)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def event(kind: str, *on_clock: str) -> Callable[[type[E]], type[E]]:
-    """Make a class the event ``kind``. ``on_clock``: its fields, beside ``time``, that hold moments on the clock."""
+    """Make a class the event ``kind``. ``on_clock``: names of its fields, besides ``time``, that hold times."""
 
     def made(plain: type[E]) -> type[E]:
         found = _named_record(plain)

@@ -1,8 +1,7 @@
-"""Aggregation of per-token losses to one number, by weights: the loss is Σ weight · loss over all micro-batches and
-ranks.
+"""Aggregation of per-token losses: the loss is Σ weight · loss over the tokens of all micro-batches and ranks.
 
-The totals are those of the whole mini-batch, over all ranks, so the loss and its gradient do not depend on how the
-mini-batch was split. Answers are counted as episodes: where one has several rows, `token_weights` gets its length.
+The weights use totals of the whole mini-batch, over all ranks, so the loss and its gradient do not depend on how the
+mini-batch was split. An answer is an episode: if it has several rows, `token_weights` needs its total length.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from headway.errors import ConfigError
 
 
 class Aggregation(Protocol):
-    """Function that gives the weights [N, T] of a micro-batch's tokens, exactly 0 where masked.
+    """Function that returns the weights [N, T] of a micro-batch's tokens, exactly 0 where masked.
 
-    ``length_N1`` counts the valid tokens of each row's whole episode. ``loss_scale_factor`` is passed only where one is
-    set.
+    ``length_N1``: number of valid tokens of each row's whole episode. ``loss_scale_factor`` is passed only if set.
     """
 
     def __call__(
@@ -47,7 +45,7 @@ def token_mean(
     total_sequences: float,
     loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
-    """Weigh every token the same, so long answers count more: 1/total_tokens. DAPO, arXiv:2503.14476, section 3.3."""
+    """Weigh every token the same, 1/total_tokens: long answers count more. DAPO, arXiv:2503.14476, section 3.3."""
     return mask.float() / max(total_tokens, 1.0)
 
 
@@ -60,7 +58,7 @@ def seq_mean_token_mean(
     total_sequences: float,
     loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
-    """Weigh every answer the same: 1/(total_sequences · |y_i|). GRPO, arXiv:2402.03300, equation 3."""
+    """Weigh every answer the same: 1/(total_sequences · |y_i|) per token. GRPO, arXiv:2402.03300, equation 3."""
     return mask.float() / (length_N1.clamp(min=1) * max(total_sequences, 1.0))
 
 
@@ -73,9 +71,9 @@ def seq_mean_token_sum(
     total_sequences: float,
     loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
-    """Weights of the mean over answers of their summed losses, the policy gradient's own: 1/total_sequences.
+    """Sum the losses of each answer and average over answers, as the plain policy gradient: weight 1/total_sequences.
 
-    Of the size of an answer's length: the learning rate and ``grad_clip`` mean something else than with a mean.
+    The loss grows with the answers' length, so learning rate and ``grad_clip`` need other values than for a mean.
     """
     return mask.float() / max(total_sequences, 1.0)
 
@@ -89,10 +87,10 @@ def seq_mean_token_sum_norm(
     total_sequences: float,
     loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
-    """Weights of a sequence mean over a constant length: 1/(total_sequences · loss_scale_factor) for each token.
+    """Divide each answer's summed loss by a constant length: weight 1/(total_sequences · loss_scale_factor) per token.
 
-    Dr. GRPO, arXiv:2503.20783, section 3. The constant is the user's (the longest response, say). verl takes the padded
-    width where none is set; that differs between micro-batches, so here it must be set.
+    Dr. GRPO, arXiv:2503.20783, section 3. The user sets the constant (say, the longest response). verl uses the padded
+    width by default; that differs between micro-batches, so here there is no default.
 
     Raises:
         ConfigError: ``loss_scale_factor`` is not a positive number.
@@ -115,23 +113,23 @@ def token_weights(
     loss_scale_factor: float | None = None,
     lengths: Int[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "N T"]:
-    """Weights of a micro-batch's tokens under ``mode``; an empty micro-batch or sequence weighs 0.
+    """Return the weights of a micro-batch's tokens under ``mode``; an empty micro-batch or sequence weighs 0.
 
     Args:
         mask: True at valid tokens.
         mode: name in `AGGREGATIONS`.
-        total_tokens: valid tokens of the whole mini-batch, over all ranks.
-        total_sequences: episodes with at least one valid token of the whole mini-batch, over all ranks.
+        total_tokens: number of valid tokens in the whole mini-batch, over all ranks.
+        total_sequences: number of episodes with a valid token in the whole mini-batch, over all ranks.
         loss_scale_factor: constant length, for ``seq-mean-token-sum-norm``.
-        lengths: valid tokens of each row's whole episode; None: each row is one.
+        lengths: number of valid tokens of each row's whole episode; None: each row is an episode.
 
     Raises:
-        ConfigError: unknown ``mode``, or one that lacks its constant.
+        ConfigError: unknown ``mode``, or its constant is missing.
     """
     constant = {} if loss_scale_factor is None else {"loss_scale_factor": loss_scale_factor}
     length_N1 = mask.sum(dim=1, keepdim=True) if lengths is None else lengths[:, None]
     weights_NT = AGGREGATIONS.get(mode)(
         mask, length_N1, total_tokens=total_tokens, total_sequences=total_sequences, **constant
     )
-    # A user's own aggregation may leave NaN at masked tokens: a product with 0 would keep it.
+    # A user's aggregation may leave NaN at masked tokens, which a product with 0 would keep.
     return torch.where(mask, weights_NT, 0.0)

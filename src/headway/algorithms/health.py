@@ -1,7 +1,7 @@
-"""Health: distance of the trained policy from the one that sampled, by sums of importance ratios w = π_θ/π_behav.
+"""Health: distance of the trained policy from the policy that sampled, from the importance ratios w = π_θ/π_behav.
 
-Sums add up over micro-batches and ranks; what `MAX_REDUCED` names is reduced by its maximum instead. `ratio_sums` and
-`health` are of all tokens, `lag_sums` and `lag_health` of each lag's own.
+Sums add up over micro-batches and ranks; those in `MAX_REDUCED` are reduced by maximum instead. `ratio_sums` and
+`health` cover all tokens; `lag_sums` and `lag_health` cover the tokens of each lag separately.
 
 Shape suffixes: N rows, T response tokens, M valid tokens, B lags.
 """
@@ -26,7 +26,7 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 HISTOGRAM_BINS = 513
 HISTOGRAM_SCALE = 0.01
-"""Scale of the bins, which are even in asinh(log w / scale): fine around w = 1, where most tokens are; reaching ±20."""
+"""Scale of the bins: equal steps of asinh(log w / scale), fine around w = 1, where most tokens are, up to ±20."""
 _HALF = HISTOGRAM_BINS // 2
 _BIN_WIDTH = math.asinh(MAX_LOG_RATIO / HISTOGRAM_SCALE) / _HALF
 
@@ -35,7 +35,7 @@ _BIN_WIDTH = math.asinh(MAX_LOG_RATIO / HISTOGRAM_SCALE) / _HALF
 def ratio_sums(
     logprobs: Float[Tensor, "N T"], behaviour_logprobs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
 ) -> dict[str, Float[Tensor, ""]]:
-    """Sums Σw, Σw², number of valid tokens, Σ of k3 estimates of KL(π_behav‖π_θ), and the largest w; float64 scalars.
+    """Return Σw, Σw², number of valid tokens, Σ of k3 estimates of KL(π_behav‖π_θ), and largest w: float64 scalars.
 
     Float64, because w² spans 17 orders of magnitude within the clamp of ±20.
     """
@@ -53,7 +53,7 @@ def ratio_sums(
 
 
 def health(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Metrics from `ratio_sums`, reduced; empty when there was no valid token.
+    """Return the metrics from reduced `ratio_sums`; empty if there was no valid token.
 
     - ``offpolicy/ess``: effective sample size as a share of the tokens, (Σw)²/(N·Σw²), in (0, 1]; 1 is on policy
       (Kong 1992).
@@ -77,18 +77,18 @@ def lag_sums(
     lags: Int[Tensor, " M"],
     per_token: Mapping[str, Float[Tensor, " M"] | Bool[Tensor, " M"]] | None = None,
 ) -> dict[str, Tensor]:
-    """The sums of `ratio_sums` for each lag, with a histogram of log w, and Σ of each of ``per_token``; all float64.
+    """Return the sums of `ratio_sums` by lag, a histogram of log w, and the sum of each of ``per_token``; all float64.
 
     The arguments are for valid tokens only.
 
     ``lag/count``, ``lag/ratio``, ``lag/ratio_squared``, ``lag/kl``, ``lag/ratio_max`` and ``lag/sum/<name>`` are
-    [`LAG_BUCKETS`], ``lag/histogram`` is [`LAG_BUCKETS`, `HISTOGRAM_BINS`]. They add up over micro-batches and ranks as
-    those of `ratio_sums` do, the maximum by maximum (`MAX_REDUCED`).
+    [`LAG_BUCKETS`], ``lag/histogram`` is [`LAG_BUCKETS`, `HISTOGRAM_BINS`]. They add up over micro-batches and ranks
+    like `ratio_sums`, except the maximum (`MAX_REDUCED`).
 
     Args:
         logprobs: log π_θ.
         behaviour_logprobs: log π_behav.
-        lags: the trainer's version minus the one that sampled the token, ≥ 0.
+        lags: the trainer's version minus the version that sampled the token, ≥ 0.
         per_token: further values that are averaged by lag, by name: clip and mask indicators, entropy.
     """
     every_M = torch.ones_like(lags, dtype=torch.bool)
@@ -103,7 +103,7 @@ def lag_sums(
         "lag/kl": torch.expm1(log_ratio_M) - log_ratio_M,
         **{f"lag/sum/{name}": values.detach().double() for name, values in (per_token or {}).items()},
     }
-    # A product with the indicators of the lags: the same sum every time, which a scatter on a GPU is not.
+    # A product with the indicators of the lags is deterministic; a scatter on a GPU is not.
     indicator_MB = (bucket_M[:, None] == torch.arange(LAG_BUCKETS, device=bucket_M.device)).double()
     sums = dict(zip(columns, torch.stack(list(columns.values())) @ indicator_MB, strict=True))
     no_ratio_B = ratio_M.new_zeros(LAG_BUCKETS)
@@ -117,11 +117,10 @@ def lag_sums(
 
 
 def lag_health(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Metrics from `lag_sums`, reduced; lags without a token have none. ``<lag>`` is a name in `LAG_NAMES`.
+    """Return the metrics from reduced `lag_sums`; lags without a token have none. ``<lag>`` is a name in `LAG_NAMES`.
 
-    - ``offpolicy/tokens/<lag>``: tokens.
-    - ``offpolicy/ess/<lag>``, ``offpolicy/kl/<lag>``, ``offpolicy/ratio_max/<lag>``: those of `health`, of these tokens
-      alone.
+    - ``offpolicy/tokens/<lag>``: number of tokens.
+    - ``offpolicy/ess/<lag>``, ``offpolicy/kl/<lag>``, ``offpolicy/ratio_max/<lag>``: as in `health`, over these tokens.
     - ``offpolicy/ratio_p01/<lag>``, ``…p50…``, ``…p99…``: quantiles of w, from the histogram: see `ratio_quantiles`.
     - ``offpolicy/<name>/<lag>``: the mean of each of ``per_token``.
     """
@@ -142,10 +141,10 @@ def lag_health(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def ratio_quantiles(histogram: Float[Tensor, " bins"], quantiles: Sequence[float]) -> list[float]:
-    """Quantiles of w from a histogram of log w; of the lower of two neighbours where one lies between them.
+    """Return quantiles of w from a histogram of log w. A quantile between two neighbours is the lower one.
 
-    A bin spans 0.00032 of log w around w = 1, so that w is known to ±0.02 % there, and 3.3 % of log w far from it. The
-    middle bin's centre is exactly w = 1. The result is a bin's centre.
+    The result is a bin's centre. A bin spans 0.00032 of log w around w = 1, so w is known to ±0.02 % there; far from it
+    a bin spans 3.3 % of log w. The middle bin's centre is exactly w = 1.
     """
     cumulative = histogram.double().cumsum(0)
     wanted = torch.tensor(quantiles, dtype=torch.float64, device=histogram.device) * cumulative[-1]

@@ -1,4 +1,4 @@
-"""Per-token estimates of KL(π_θ‖π_ref) from sampled tokens: to be added to the loss, or taken off the reward."""
+"""Per-token estimates of KL(π_θ‖π_ref) from sampled tokens, to add to the loss or subtract from the reward."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def kl_penalty(
     abs+ |d|              that of abs                      that of k2: right
     ==== ================ ================================ ============================================
 
-    An estimator's gradient need not estimate the gradient: it lacks that the samples themselves depend on π_θ. k2,
-    whose value is not the KL, has the KL's gradient; "+" takes it under another estimator's value.
+    An estimator's gradient need not estimate the KL's gradient: it ignores that the samples depend on π_θ. The value of
+    k2 is not the KL, but its gradient is the KL's; "+" combines this gradient with another estimator's value.
 
-    With ``behaviour_logprobs`` the value is u·k, u = π_θ/π_behav *with* its gradient, and "sampled from π_θ" above
-    becomes "sampled from π_behav": the dependence is then in u, so that k1 and k3 are unbiased in value and gradient
-    alike, on stale data too. With "+" that would count it twice and is refused.
+    With ``behaviour_logprobs`` the value is u·k, where u = π_θ/π_behav *keeps* its gradient, for tokens sampled from
+    π_behav. u then carries the samples' dependence on π_θ: k1 and k3 are unbiased in value and gradient, also on stale
+    data. "+" would count the dependence twice and is refused.
 
     Args:
         logprobs: log π_θ, with gradient.
         ref_logprobs: log π_ref.
         kind: a row of the table.
-        mask: True at valid tokens; makes padding exactly 0 whatever it holds. Without it every position counts.
+        mask: True at valid tokens; the result is exactly 0 elsewhere. Without it every position counts.
         behaviour_logprobs: log π_behav, for the importance-weighted form.
 
     Returns:
@@ -98,16 +98,16 @@ def kl_in_reward(
     coef: float,
     kind: KLKind = "k1",
 ) -> tuple[Float[Tensor, "N T"], Float[Tensor, "N T"]]:
-    """Rewards less the penalty, r_t − coef·k_t, and k [N, T]; both exactly 0 where masked, without gradient.
+    """Return the penalised rewards r_t − coef·k_t, and k [N, T]; both exactly 0 where masked, without gradient.
 
-    In the reward only an estimator's value counts: k1 is unbiased there, in the policy gradient too. ``logprobs`` are
-    those of the policy that is penalised (π_prox, or π_behav; verl uses π_prox), ``rewards`` the per-token ones, most
-    of them 0.
+    In the reward only an estimator's value matters: k1 is unbiased there, and so is the policy gradient with it.
+    ``logprobs`` are those of the penalised policy (π_prox or π_behav; verl uses π_prox). ``rewards`` are per token, mostly
+    0.
 
     Source: InstructGPT, Ouyang et al. 2022, arXiv:2203.02155, equation 2 (the term of KL).
 
     Raises:
-        ConfigError: unknown ``kind``, or one with "+", which differs in its gradient alone.
+        ConfigError: unknown ``kind``, or one with "+", which only changes the gradient.
     """
     if kind.endswith("+"):
         raise ConfigError(f"a penalty in the reward has no gradient: '+' has no effect, use {kind.removesuffix('+')!r}")

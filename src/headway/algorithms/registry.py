@@ -1,4 +1,4 @@
-"""A table of named functions that a user can extend, by a decorator or with a file of their own. Imports no torch."""
+"""Table of named functions that a user can extend, with a decorator or a file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Registry(Generic[F]):
     """Table of functions of one kind by name.
 
-    ``what``, ``key`` and ``also`` are for messages: the kind of function, the configuration key that chooses one, and
+    ``what``, ``key`` and ``also`` are for messages: the kind of function, the configuration key that selects one, and
     the key's other values.
 
     Example:
@@ -36,8 +36,8 @@ class Registry(Generic[F]):
         expected: str = "",
         fits: Callable[..., bool] = lambda result, *arguments: True,
     ) -> None:
-        """Set up. ``expected``: description of what a user's function must return; ``fits``: function of a result and
-        the arguments that checks it.
+        """Set up. ``expected``: words for the result of a user's function. ``fits``: function that checks a result,
+        given the arguments.
         """
         self._what, self._expected, self._fits = what, expected, fits
         self._key = key
@@ -59,10 +59,10 @@ class Registry(Generic[F]):
         return sorted(self._functions)
 
     def get(self, name: str) -> F:
-        """The function registered as ``name``, or the one that ``file.py:function`` names.
+        """Return the function registered as ``name``, or load ``file.py:function``.
 
         Raises:
-            ConfigError: nothing has that name; the message lists what has.
+            ConfigError: nothing has that name; the message lists the names.
             UserCodeError: the user's file does not import or lacks the function.
         """
         if names_user_code(name):
@@ -84,7 +84,7 @@ class Registry(Generic[F]):
                 result = function(*arguments, **named)
             except HeadwayError:
                 raise
-            except (Exception, SystemExit) as cause:  # sys.exit() would end the calling process, in silence
+            except (Exception, SystemExit) as cause:  # sys.exit() would silently end the calling process
                 raise UserCodeError(f"{spec}: raised {raised_by(cause)}{expected}") from cause
             if not self._fits(result, *arguments):
                 raise UserCodeError(f"{spec}: returned {shown_result(result)}{expected}")

@@ -1,8 +1,8 @@
-"""Scores of episodes: one number for each, from its own reward and those of its turns. NumPy only.
+"""Scores of episodes: one number for each, from its own reward and the rewards of its turns. NumPy only.
 
-The pipeline compares a group's episodes by them: it has their metadata, and neither tokens nor torch. An estimator's
-`AdvantageInputs.scores` sum rewards of tokens, which may contain a KL penalty (``use_kl_in_reward``) that the pipeline
-does not know. Without one they are the same numbers.
+The pipeline, which has metadata but no tokens and no torch, compares a group's episodes by their scores. An estimator's
+`AdvantageInputs.scores` are the same numbers, except with a KL penalty in the rewards of tokens (``use_kl_in_reward``),
+which the pipeline does not know.
 
 `has_variance` filters groups; `soft_overlong_penalty` takes reward from answers near the length limit.
 """
@@ -22,7 +22,7 @@ def episode_scores(
     *,
     turn_discount: float = 1.0,
 ) -> NDArray[np.float64]:
-    """Return the score Σ_t δ^t·r_t of each episode, δ = ``turn_discount``. Its own reward counts to its last turn.
+    """Return the score Σ_t δ^t·r_t of each episode, δ = ``turn_discount``. An episode's own reward is at its last turn.
 
     Args:
         rewards: [n], each episode's own reward.
@@ -37,9 +37,9 @@ def episode_scores(
 
 
 def has_variance(rewards: NDArray[np.floating]) -> bool:
-    """Tell whether a group's rewards [n] differ. Otherwise every advantage is 0 and the group has no gradient.
+    """Tell whether a group's rewards [n] differ. If not, every advantage is 0 and the group has no gradient.
 
-    The same comparison as `advantages.grpo`, so that a group that passes has a signal. A single answer has none.
+    `advantages.grpo` compares in the same way, so a group that passes has a gradient. False for a single answer.
 
     Source: dynamic sampling, DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
@@ -49,16 +49,15 @@ def has_variance(rewards: NDArray[np.floating]) -> bool:
 def soft_overlong_penalty(
     lengths: NDArray[np.int64], *, max_length: int, buffer: int, factor: float = 1.0
 ) -> NDArray[np.float32]:
-    """The penalty that is added to each reward [n]: 0 up to max_length − buffer tokens, −factor at max_length, linear
-    in between.
+    """Return the penalty [n] to add to the rewards: 0 up to max_length − buffer tokens, then linear to −factor.
 
-    With L = max_length and c = buffer, −factor·clip((|y| − (L − c))/c, 0, 1).
+    With L = max_length and c = buffer, it is −factor·clip((|y| − (L − c))/c, 0, 1).
 
     Args:
-        lengths: [n], response tokens, end-of-sequence included.
-        max_length: where answers are cut off (``data.max_response_length``).
-        buffer: tokens before that in which the penalty grows, in [1, max_length].
-        factor: its size at the end, in the rewards' unit.
+        lengths: [n], number of response tokens, including end-of-sequence.
+        max_length: number of tokens at which answers are cut off (``data.max_response_length``).
+        buffer: number of tokens before max_length over which the penalty grows, in [1, max_length].
+        factor: size of the penalty at max_length, in the rewards' unit.
 
     Source: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13, for which factor is 1. verl's ``overlong_buffer`` goes
     on beyond the limit; no answer gets there.

@@ -1,4 +1,4 @@
-"""Advantage estimators: how much better each trajectory, or token, was than expected.
+"""Advantage estimators: how much better each trajectory or token was than expected.
 
     inputs           what an estimator gets and returns; the registry
     groups           sums within groups, along tokens, over a batch

@@ -1,9 +1,9 @@
-"""Group-relative estimators: each answer against the others to its prompt, with one reward and advantage each.
+"""Group-relative estimators: each answer is compared with the other answers to its prompt.
 
-A group with a single answer, or whose rewards are all equal, says nothing about which answer is better: its advantages
-are exactly 0, in every estimator of this file. verl gives the only answer of a group its raw reward instead.
+A group with a single answer, or with equal rewards, does not show which answer is better: its advantages are exactly 0
+in every estimator of this file. verl gives the only answer of a group its raw reward instead.
 
-`grpo_passk` and `pass_at_k` are for the best of several answers instead of their mean; `gigpo` also compares each turn
+`grpo_passk` and `pass_at_k` optimise the best of several answers instead of their mean; `gigpo` also compares each turn
 with turns in the same state.
 
 Shape suffixes: S trajectories of one batch, G groups, N answers of the largest group; T response tokens (padded), K
@@ -26,14 +26,14 @@ STD_EPS = 1e-6
 
 
 def above_mean(scores: Float[Tensor, " S"], groups: Groups, *, by_std: bool) -> Float[Tensor, " S"]:
-    """Subtract from ``scores`` [S] the mean of each one's group, and divide by its std + 1e-6 if ``by_std``.
+    """Subtract the group's mean from each of ``scores`` [S], and divide by the group's std + 1e-6 if ``by_std``.
 
-    Exactly 0 where a whole group has one score.
+    Exactly 0 in a group with equal scores.
     """
     above_S = groups.centred(scores)
     if by_std:
         above_S = above_S / (groups.std(scores)[groups.index] + STD_EPS)
-    # By rounding, the mean of equal rewards may differ from them: such a group has to give exactly 0.
+    # The mean of equal rewards may differ from them by rounding, but such a group has to give exactly 0.
     return above_S.masked_fill(groups.all_equal(scores), 0.0)
 
 
@@ -42,7 +42,7 @@ def above_mean(scores: Float[Tensor, " S"], groups: Groups, *, by_std: bool) -> 
 def grpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
     """Group-relative advantages: (r − mean) / (std + 1e-6), over each group's own rewards.
 
-    ``std`` is the unbiased one (n − 1), as in verl, TRL and OpenRLHF. Without ``normalize_by_std`` it is `dr_grpo`.
+    ``std`` is unbiased (n − 1), as in verl, TRL and OpenRLHF. Without ``normalize_by_std`` this is `dr_grpo`.
 
     Returns:
         [S], or [S, T] where the inputs have a mask.
@@ -58,9 +58,9 @@ def grpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
 @ADVANTAGES.register("dr_grpo")
 @from_outcomes_alone
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """Advantages r − mean, over each group's rewards: GRPO without the division, which favours easy and hard prompts.
+    """Advantages r − mean, over each group's rewards, without GRPO's division, which favours easy and hard prompts.
 
-    The other half of Dr. GRPO is the aggregation, whose normaliser must not depend on an answer's length.
+    The other half of Dr. GRPO is the aggregation: its normaliser must not depend on an answer's length.
 
     Returns:
         [S], or [S, T] where the inputs have a mask.
@@ -76,7 +76,7 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGES.register("rloo")
 @from_outcomes_alone
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """Leave one out: r minus the mean of the *other* answers' rewards, which is n/(n − 1) · (r − mean).
+    """Leave-one-out advantages: r minus the mean of the *other* answers' rewards, equal to n/(n − 1) · (r − mean).
 
     The baseline does not depend on the answer itself, so the gradient is unbiased.
 
@@ -99,10 +99,10 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGES.register("opo")
 @from_outcomes_alone
 def opo(inputs: AdvantageInputs) -> Tensor:
-    """Advantages r − Σ l·r / Σ l over the group, l = tokens that the policy wrote: the baseline of least variance.
+    """Advantages r − Σ l·r / Σ l over the group, where l is the number of tokens that the policy wrote.
 
-    The variance of the gradient is least with the mean of r weighted by ‖∇ log π(y)‖²; OPO takes that norm to grow with
-    the answer's length. Derived for samples of the policy itself: the paper trains exactly on policy.
+    The baseline with the least gradient variance is the mean of r weighted by ‖∇ log π(y)‖². OPO assumes that this
+    weight is proportional to the answer's length. The derivation, and the paper's training, is exactly on policy.
 
     Returns:
         [S], or [S, T] where the inputs have a mask.
@@ -123,21 +123,21 @@ def opo(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGES.register("maxrl")
 @from_outcomes_alone
 def maxrl(inputs: AdvantageInputs) -> Tensor:
-    """Advantages (r − mean) / (mean + 1e-6), over each group's rewards: 0 where nothing succeeded, or everything did.
+    """Advantages (r − mean) / (mean + 1e-6), over each group's rewards; 0 if all answers failed, or all succeeded.
 
     For rewards of 0 and 1, the group's gradient (1/n)·Σ A·∇ log π is the mean of ∇ log π over the successes less that
     over all n answers. With success probability p its expectation is the gradient of −Σ_{k=1..n−1} (1 − p)^k / k, which
-    tends to log p: a prompt weighs up to 1/p, where expected reward weighs it by 1. (The paper's theorem is about the
-    mean over successes alone, which reaches order n; 0 for groups without a success takes the last order away.)
+    tends to log p: a prompt weighs up to 1/p, while expected reward weighs it by 1. (The paper's theorem is about the
+    mean over successes alone, which reaches order n; with 0 for groups without a success, the order is n − 1.)
 
     Returns:
         [S], or [S, T] where the inputs have a mask.
 
     Source: "Maximum Likelihood Reinforcement Learning", Tajwar et al. 2026, arXiv:2602.02710, algorithm 1, step 8. The
-    1e-6 is not in it, but in the authors' code and in SkyRL.
+    1e-6 comes from the authors' code and SkyRL.
 
     Raises:
-        RunError: a reward is not finite, or negative: a negative mean would turn the gradient round.
+        RunError: a reward is not finite, or negative: a negative mean would reverse the gradient.
     """
     scores_S = inputs.scores()
     if (scores_S < 0).any():
@@ -154,10 +154,10 @@ def maxrl(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGES.register("grpo_passk")
 @from_outcomes_alone
 def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
-    """Give a group's best answer (r_max − r_second) / (std + 1e-6), all others 0; after a tie, all get 0.
+    """Advantage (r_max − r_second) / (std + 1e-6) for a group's best answer, and 0 for all others; after a tie, all 0.
 
-    r_max − r_second is what the group's maximum would lose without that answer: leave-one-out for pass@n, n being the
-    group's size. ``std`` is the unbiased one of the group's rewards; without ``normalize_by_std`` it is left out.
+    r_max − r_second is the drop of the group's maximum without its best answer: leave-one-out for pass@n, with n the
+    group's size. ``std`` is the unbiased one of the group's rewards; without ``normalize_by_std`` nothing is divided.
 
     A group with one answer gets 0; verl refuses such a group.
 
@@ -174,7 +174,7 @@ def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Ten
     order_S, rank_S = groups.ascending(scores_S)
     best_S = (rank_S == groups.sizes.long()[groups.index[order_S]] - 1) & (rank_S > 0)
     sorted_S = scores_S[order_S]
-    # `roll` brings another group's score to each group's lowest answer, which is never its best.
+    # `roll` compares each group's lowest answer with another group's score: harmless, as it is never the best.
     lead_S = torch.where(best_S, sorted_S - sorted_S.roll(1), 0.0)
     if normalize_by_std:
         lead_S = lead_S / (groups.std(scores_S)[groups.index[order_S]] + STD_EPS)
@@ -186,15 +186,14 @@ def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Ten
 def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
     """Pass@k Training: (E[R | y in the subset] − E[R]) / (σ + 1e-6), R = best reward of k answers drawn from the group.
 
-    Mean, σ and the expectation given that answer y is drawn are those over *all* subsets of size k of the group, in
-    closed form. For rewards of 0 and 1, n answers and m failures among them:
+    E[R], σ and E[R | y in the subset] are taken over *all* subsets of size k of the group, in closed form. For rewards
+    of 0 and 1, with n answers and m failures among them:
 
         E[R]              = 1 − C(m, k) / C(n, k)             σ² = E[R]·(1 − E[R])
         E[R | a success]  = 1                                 E[R | a failure] = 1 − C(m − 1, k − 1) / C(n − 1, k − 1)
 
-    Any other rewards are taken by their order, which contains this case. For k = 1 it is GRPO with the biased std. A
-    group in which the best of k is always the same gets exactly 0; so does one of no more than k answers, which has a
-    single subset.
+    Other rewards are handled by their order, which includes this case. For k = 1 it is GRPO with the biased std. A
+    group gets exactly 0 if the best of k is always the same, or if it has at most k answers, hence a single subset.
 
     Returns:
         [S], or [S, T] where the inputs have a mask.
@@ -212,7 +211,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
     order_S, rank_S = groups.ascending(scores_S)
     group_S, sorted_S = groups.index[order_S], scores_S[order_S]
     n_S = groups.sizes[group_S]
-    k_S = n_S.clamp(max=k)  # a group of fewer than k is drawn whole
+    k_S = n_S.clamp(max=k)  # a group of fewer than k answers is drawn as a whole
 
     is_best_S = (_log_choose(rank_S, k_S - 1) - _log_choose(n_S, k_S)).exp()
     mean_G = scores_S.new_zeros(len(groups.sizes)).index_add_(0, group_S, is_best_S * sorted_S)
@@ -220,12 +219,12 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
     above_S = sorted_S - mean_G[group_S]
     variance_G = torch.zeros_like(mean_G).index_add_(0, group_S, is_best_S * above_S.square())
 
-    # Given that y is drawn, R is y's own reward where the k − 1 others rank below, or that of a higher one, j, where
-    # the k − 2 remaining are among the rank_j − 1 that rank below j and are not y.
+    # Given that y is drawn, R is y's own reward if the k − 1 others rank below y. Else it is the reward of a higher
+    # answer j, and the k − 2 remaining answers are among the rank_j − 1 that rank below j and are not y.
     subsets_S = _log_choose(n_S - 1, k_S - 1)
     own_S = (_log_choose(rank_S, k_S - 1) - subsets_S).exp() * above_S
     other_S = (_log_choose(rank_S - 1, k_S - 2) - subsets_S).exp() * above_S
-    # One column more than there are ranks: above a group's best answer there is none, and its sum is 0.
+    # One column more than there are ranks: no answer is above the group's best, so its sum is 0.
     other_GN = other_S.new_zeros(len(groups.sizes), int(groups.sizes.max()) + 1 if len(n_S) else 1)
     other_GN[group_S, rank_S] = other_S
     higher_GN = other_GN.flip(1).cumsum(1).flip(1)
@@ -233,13 +232,13 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
 
     worst_best_G = torch.zeros_like(mean_G).index_add_(0, group_S, sorted_S * (rank_S == k_S - 1))
     top_G = torch.zeros_like(mean_G).index_add_(0, group_S, sorted_S * (rank_S == n_S - 1))
-    # The worst best answer of a subset is the group's best: R never varies, and rounding alone is left.
+    # If every subset contains an answer as good as the group's best, R never varies: only rounding is left.
     advantages_S = advantages_S.masked_fill((worst_best_G == top_G)[group_S], 0.0)
     return inputs.shared(torch.zeros_like(scores_S).index_copy_(0, order_S, advantages_S))
 
 
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:
-    """Compute log C(n, k), float64; −inf where there is no such choice (k < 0 or k > n)."""
+    """Compute log C(n, k) in float64; −inf if k < 0 or k > n."""
     n, k = n.double(), k.double()
     possible = (k >= 0) & (k <= n)
     value = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
@@ -250,15 +249,15 @@ def _log_choose(n: Tensor, k: Tensor) -> Tensor:
 @ADVANTAGES.register("gigpo")
 @from_states
 def gigpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True, step_weight: float = 1.0) -> Tensor:
-    """Group-in-group advantages A^E + ``step_weight`` · A^S, of each turn, which all its tokens share.
+    """Group-in-group advantages: A^E + ``step_weight`` · A^S for each turn, shared by all its tokens.
 
-    A^E compares episodes as `grpo` does: (r − mean) / (std + 1e-6), r an episode's rewards together, not discounted.
+    A^E compares episodes as `grpo` does: (r − mean) / (std + 1e-6), where r is an episode's undiscounted total reward.
 
-    A^S compares the turns, of all episodes of a group, that were taken in the same state: (R − mean) / (std + 1e-6),
-    where R_t = Σ_{k ≥ t} γ^(k−t)·r_k over the turns k of the episode, γ = ``inputs.turn_discount``. It is exactly 0 for
-    a turn whose state no other turn was taken in, and where all R are equal.
+    A^S compares the turns of a group that were taken in the same state: (R − mean) / (std + 1e-6), where
+    R_t = Σ_{k ≥ t} γ^(k−t)·r_k over the turns k of the episode and γ = ``inputs.turn_discount``. It is exactly 0 if no
+    other turn was taken in the same state, or if all R are equal.
 
-    Without ``normalize_by_std`` neither is divided.
+    Without ``normalize_by_std`` neither term is divided.
 
     Returns:
         [S, T], 0 at tokens that do not count.
@@ -286,20 +285,20 @@ def gigpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True, step_weight
     of_group_SK = inputs.groups[:, None].expand(states_SK.shape)
     labels_N = torch.stack([of_group_SK[taken_SK], states_SK[taken_SK]]).unique(dim=1, return_inverse=True)[1]
     returns_N = _returns(rewards_SK, inputs.turn_discount)[taken_SK]
-    # With the additional turn: tokens that do not count get its 0.
+    # With the additional turn, whose 0 goes to tokens that do not count.
     steps_SK = rewards_ST.new_zeros(len(counts_ST), turns + 1)
     steps_SK[:, :turns][taken_SK] = above_mean(returns_N, Groups.of(labels_N), by_std=normalize_by_std)
 
-    scores_S = replace(inputs, turn_discount=1.0).scores()  # undiscounted: the discount is for returns of turns alone
+    scores_S = replace(inputs, turn_discount=1.0).scores()  # undiscounted: only returns of turns are discounted
     episodes_S = above_mean(scores_S, Groups.of(inputs.groups), by_std=normalize_by_std)
     advantages_ST = episodes_S[:, None] + step_weight * steps_SK.gather(1, place_ST)
     return torch.where(counts_ST, advantages_ST, 0.0).to(inputs.rewards.dtype)
 
 
 def _returns(rewards: Float[Tensor, "S K"], discount: float) -> Float[Tensor, "S K"]:
-    """The discounted sum of the rewards from each turn on.
+    """Return the discounted sum of the rewards from each turn on.
 
-    Turn by turn from the end, so that the same rewards that are equally far away give the same number to the last bit.
+    It adds turn by turn from the end: equal rewards at equal distances give equal sums, to the last bit.
     """
     returns_SK = rewards.clone()
     for turn in reversed(range(rewards.shape[1] - 1)):

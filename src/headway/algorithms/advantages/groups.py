@@ -16,7 +16,7 @@ from headway.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of trajectories that belong together."""
+    """Partition of a batch's trajectories into groups."""
 
     index: Int[Tensor, " S"]
     """Index of each trajectory's group, 0 … G − 1."""
@@ -25,7 +25,7 @@ class Groups:
 
     @classmethod
     def of(cls, labels: Int[Tensor, " S"]) -> Groups:
-        """Make groups from any integers, equal within a group."""
+        """Make groups from ``labels``: any integers, equal within a group."""
         _, index_S, size_G = torch.unique(labels, return_inverse=True, return_counts=True)
         return cls(index_S, size_G.double())
 
@@ -36,26 +36,24 @@ class Groups:
         return self.sum(values) / self.sizes
 
     def centred(self, values: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
-        """Subtract from ``values`` [S] the mean of each one's group."""
+        """Subtract the group's mean from each of ``values`` [S]."""
         return values - self.mean(values)[self.index]
 
     def std(self, values: Float[Tensor, " S"]) -> Float[Tensor, " G"]:
-        """The unbiased standard deviation (n − 1) of ``values`` in each group; 0 for a group of one."""
+        """Return the unbiased standard deviation (n − 1) of ``values`` in each group; 0 for a group of one."""
         return (self.sum(self.centred(values).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def all_equal(self, values: Float[Tensor, " S"]) -> Bool[Tensor, " S"]:
-        """Tell for each trajectory whether its whole group has one value.
+        """Tell for each trajectory whether all values of its group are equal.
 
-        By comparison, not by a computed deviation: the mean of equal values may be off by a rounding.
+        Values are compared directly: the deviation of equal values may be above 0 by rounding.
         """
         low_G = values.new_full((len(self.sizes),), torch.inf).scatter_reduce_(0, self.index, values, "amin")
         high_G = values.new_full((len(self.sizes),), -torch.inf).scatter_reduce_(0, self.index, values, "amax")
         return (low_G == high_G)[self.index]
 
     def ascending(self, values: Float[Tensor, " S"]) -> tuple[Int[Tensor, " S"], Int[Tensor, " S"]]:
-        """Return the trajectories sorted by (group, value), and for each in this order its rank in its group, from
-        0.
-        """
+        """Return the trajectories sorted by (group, value), and in this order their ranks, from 0, in their groups."""
         by_value_S = values.argsort(stable=True)
         # Stable: within a group the order by value stays.
         order_S = by_value_S[self.index[by_value_S].argsort(stable=True)]
@@ -69,32 +67,32 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """Compaction of rows: tokens that count are moved to the front, in order; zeros fill the rest."""
+    """Compaction of rows: the tokens that count move to the front, in order; zeros fill the rest."""
 
     counts: Bool[Tensor, "S T"]
     slots: Int[Tensor, "S T"]
-    """The place to which each token that counts has moved."""
+    """Index to which each token that counts moves."""
 
     @classmethod
     def over(cls, counts: Bool[Tensor, "S T"]) -> Compaction:
-        # Tokens that do not count share a slot with one that does: `compact` adds zeros there.
+        # Tokens that do not count share the slot of a token that counts: `compact` adds zeros there.
         return cls(counts, (counts.cumsum(dim=1) - 1).clamp(min=0))
 
     def compact(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
-        """Move the values of tokens that count to the front of their rows; all others have to be 0."""
+        """Move the values of tokens that count to the front of their rows. All other values have to be 0."""
         return torch.zeros_like(values).scatter_add_(1, self.slots, values)
 
     def expand(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
-        """Move values back to the tokens that count: the inverse of `compact`. All others get 0."""
+        """Move values back to the tokens that count: the inverse of `compact`. All other tokens get 0."""
         return torch.where(self.counts, values.gather(1, self.slots), 0.0)
 
 
 def sums_ahead(values: Float[Tensor, "S T"], decay: float | Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
-    """Sum Σ_{i ≥ 0} decay^i · values[t + i] for every t: what the recursion y_t = x_t + decay · y_{t+1} gives.
+    """Compute Σ_{i ≥ 0} decay^i · values[t + i] for every t: the recursion y_t = x_t + decay · y_{t+1}.
 
-    ``decay`` may be one number, or one for each t. By doubling, in ⌈log2 T⌉ vectorised passes: after the pass with
-    stride s, y_t holds the terms i < 2s. For decay in [0, 1] no term is ever divided by a power of it, so nothing
-    overflows, however long the row.
+    ``decay`` may be one number, or one for each t. It takes ⌈log2 T⌉ vectorised passes: after the pass with stride s,
+    y_t holds the terms i < 2s. Nothing is divided by powers of the decay, so for decay in [0, 1] nothing overflows,
+    however long the row.
     """
     result_ST = values.clone()
     stride = 1
@@ -115,15 +113,15 @@ def sums_ahead(values: Float[Tensor, "S T"], decay: float | Float[Tensor, "S T"]
 
 
 def whiten(values: Float[Tensor, " *dims"], weights: Float[Tensor, " *dims"]) -> Float[Tensor, " *dims"]:
-    """Whiten all values at once: (x − mean) / sqrt(var + 1e-8), each counted as often as its weight says.
+    """Whiten all values together: (x − mean) / sqrt(var + 1e-8), where a value of weight w counts w times.
 
-    ``var`` is the unbiased one, Σ w·(x − mean)²/(Σw − 1). Values of weight 0 become 0. So do all where there is nothing
-    to compare: where Σw < 2, or all values are equal.
+    ``var`` is unbiased: Σ w·(x − mean)²/(Σw − 1). Values of weight 0 become 0. All values become 0 if Σw < 2, or if
+    they are all equal.
     """
     values = torch.where(weights > 0, values, 0.0)  # a NaN at weight 0 would survive the products below
     total = weights.sum()
     counted = values[weights > 0]
-    # `total` first: `min` of no values raises. Equal values would be divided by what rounding leaves of their std.
+    # `total` first: `min` of no values raises. The std of equal values is a rounding error: it must not divide them.
     if total < 2 or counted.min() == counted.max():
         return torch.zeros_like(values)
     mean = (weights * values).sum() / total
@@ -132,6 +130,6 @@ def whiten(values: Float[Tensor, " *dims"], weights: Float[Tensor, " *dims"]) ->
 
 
 def check_share(name: str, value: float) -> None:
-    """Check an option's value. Raises `ConfigError` unless ``value`` is in [0, 1]."""
+    """Check the value of the option ``name``. Raises `ConfigError` unless ``value`` is in [0, 1]."""
     if not 0 <= value <= 1:
         raise ConfigError(f"algorithm.{name}: {value} is not in [0, 1]")

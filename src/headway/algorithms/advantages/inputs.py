@@ -2,12 +2,12 @@
 
     AdvantageInputs ─▶ estimator ─▶ [S], [S, T] or Advantages ─▶ per_token ─▶ one [T] row per trajectory
 
-Tokens *count* when they lie within the trajectory's length and ``mask`` has no hole there. Rewards and values of all
-other tokens are never read: they may hold anything, NaN too, and leave no trace; advantages there are 0. Nothing decays
-over a hole: to discounting and to GAE, the tokens on its two sides are neighbours.
+A token *counts* if it lies within the trajectory's length and not in a hole of ``mask``. Rewards and values of all
+other tokens are never read and may be anything, also NaN; advantages there are 0. Nothing decays over a hole: for
+discounting and GAE, the tokens before and after it are neighbours.
 
-A trajectory is an episode, with the tokens of all its turns one after the other, whichever rows they are trained in.
-From one turn to the next ``turn_discount`` δ applies: an episode's score is Σ δ^t·r_t over its turns t.
+A trajectory is an episode: the tokens of all its turns in order, even if they are trained in several rows. The discount
+``turn_discount`` δ applies from each turn to the next: an episode's score is Σ δ^t·r_t over its turns t.
 
 Shape suffixes: S trajectories of one batch, T response tokens (padded).
 """
@@ -33,31 +33,31 @@ class AdvantageInputs:
 
     Raises:
         ConfigError: ``turn_discount`` is not in [0, 1].
-        ValueError: tensors of shapes that do not belong together.
+        ValueError: the tensors' shapes do not match.
     """
 
     rewards: Float[Tensor, " S"]
-    """One reward per trajectory [S]; for an estimator with rewards of tokens, that of the last token that counts."""
+    """One reward per trajectory [S]. Estimators with rewards per token give it to the last token that counts."""
     groups: Int[Tensor, " S"]
     """Group of each trajectory: any integers, equal within a group."""
     lengths: Int[Tensor, " S"]
-    """Response tokens of each trajectory, holes included."""
+    """Number of response tokens of each trajectory, including holes."""
     token_rewards: Float[Tensor, "S T"] | None = None
-    """Rewards of single tokens. If given, they replace ``rewards``: a trajectory's reward is their sum, discounted by
-    turns."""
+    """Rewards of single tokens. If given, they replace ``rewards``: a trajectory's reward is then their sum, discounted
+    by turns."""
     mask: Bool[Tensor, "S T"] | None = None
     """True at tokens that the policy wrote; False in holes, such as the output of a tool. Default: no holes."""
     values: Float[Tensor, "S T"] | None = None
-    """V(s_t), the critic's estimate before token t of the (discounted) rewards from token t on."""
+    """V(s_t): the critic's estimate, before token t, of the (discounted) rewards from token t on."""
     baselines: Float[Tensor, " S"] | None = None
-    """The reward of the policy's greedy answer to the same prompt."""
+    """Reward of the policy's greedy answer to the same prompt."""
     finished: Bool[Tensor, " S"] | None = None
-    """Flag of each trajectory, False where its answer was cut off before its end. Default: all are finished."""
+    """Flag of each trajectory, False if its answer was cut off. Default: all are finished."""
     turns: Int[Tensor, "S T"] | None = None
     """Turn number of each token, from 0, ascending. Default: all tokens are of turn 0."""
     states: Int[Tensor, "S T"] | None = None
-    """State in which each token's turn was taken: any integers, equal for turns of a group in the same state. Only for
-    estimators that are declared with `from_states`."""
+    """State in which each token's turn was taken: any integers, equal for turns of a group in the same state. Only
+    given to estimators declared with `from_states`."""
     turn_discount: float = 1.0
     """Discount δ from one turn to the next, in [0, 1]."""
 
@@ -81,7 +81,7 @@ class AdvantageInputs:
 
     @property
     def width(self) -> int:
-        """T, the padded length: that of the tensors with one value per token, or else of the longest trajectory."""
+        """The padded length T: that of the tensors with one value per token, or else of the longest trajectory."""
         for tensor in (self.token_rewards, self.mask, self.values, self.turns, self.states):
             if tensor is not None:
                 return tensor.shape[-1]
@@ -93,11 +93,11 @@ class AdvantageInputs:
         return within_ST if self.mask is None else within_ST & self.mask
 
     def written(self) -> Int[Tensor, " S"]:
-        """Number of tokens of each trajectory that count."""
+        """Number of tokens that count in each trajectory."""
         return self.lengths if self.mask is None else self.counts().sum(dim=1)
 
     def scores(self) -> Float[Tensor, " S"]:
-        """One reward per trajectory, float64: differences between large rewards stay exact.
+        """Return one reward per trajectory, in float64, so that differences between large rewards stay exact.
 
         Raises:
             RunError: a reward is not finite.
@@ -105,14 +105,14 @@ class AdvantageInputs:
         if self.token_rewards is not None:
             rewards_ST = self.rewards_of_tokens()
             if self.turns is not None and self.turn_discount != 1.0:
-                # In float64 as the rewards: a power of integers would be float32.
+                # In float64 like the rewards: a power of integers would be float32.
                 rewards_ST = rewards_ST * self.turn_discount ** self.turns.double()
             return rewards_ST.sum(dim=1)
         _check_finite(self.rewards, "reward")
         return self.rewards.double()
 
     def rewards_of_tokens(self) -> Float[Tensor, "S T"]:
-        """Rewards of tokens, float64, 0 at those that do not count. A trajectory without tokens has no reward.
+        """Return the rewards of tokens in float64, 0 at tokens that do not count. A trajectory without tokens has none.
 
         Raises:
             RunError: a reward is not finite.
@@ -122,41 +122,42 @@ class AdvantageInputs:
             return _of_tokens(self.token_rewards, counts_ST, "reward")
         _check_finite(self.rewards, "reward")
         written_S = counts_ST.sum(dim=1)
-        # `counts_ST &`: holes behind the last token that counts have the same sum.
+        # `counts_ST &`: holes after the last token that counts have the same sum.
         last_ST = counts_ST & (counts_ST.cumsum(dim=1) == written_S[:, None])
         return torch.where(last_ST, self.rewards.double()[:, None], 0.0)
 
     def decay(self, compaction: Compaction, per_token: float) -> float | Float[Tensor, "S T"]:
-        """The decay from each token to the next one that counts, in the places of ``compaction``: ``per_token``, times
-        δ for each turn that lies between the two.
+        """Return the decay from each token that counts to the next one: ``per_token`` · δ^(number of turns in between).
+
+        Tokens are in the order of ``compaction``.
         """
         if self.turns is None or self.turn_discount == 1.0:
             return per_token
         turns_ST = compaction.compact(torch.where(compaction.counts, self.turns, 0))
         ahead_ST = torch.zeros_like(turns_ST)
-        ahead_ST[:, :-1] = (turns_ST[:, 1:] - turns_ST[:, :-1]).clamp(min=0)  # behind the last token there is no turn
+        ahead_ST[:, :-1] = (turns_ST[:, 1:] - turns_ST[:, :-1]).clamp(min=0)  # no turn follows the last token
         return per_token * self.turn_discount ** ahead_ST.double()
 
     def values_of_tokens(self, estimator: str) -> Float[Tensor, "S T"]:
-        """The critic's values, float64, 0 at tokens that do not count.
+        """Return the critic's values in float64, 0 at tokens that do not count.
 
         Raises:
-            ConfigError: there are none, and ``estimator`` needs them.
+            ConfigError: there are none; the message names ``estimator``, which needs them.
             RunError: a value is not finite.
         """
         values = _needed(self.values, estimator, "a critic's value of each token, and this run computes none")
         return _of_tokens(values, self.counts(), "critic's value")
 
     def states_of_tokens(self, estimator: str) -> Int[Tensor, "S T"]:
-        """The ``states``. Raises `ConfigError` if there are none, and ``estimator`` needs them."""
+        """Return ``states``. Raises `ConfigError`, naming ``estimator``, if there are none."""
         told = "the state that each turn was taken in; an estimator gets them if it is declared with from_states"
         return _needed(self.states, estimator, told)
 
     def greedy_rewards(self, estimator: str) -> Float[Tensor, " S"]:
-        """The ``baselines``, rewards of the greedy answers, in float64.
+        """Return ``baselines``, the rewards of the greedy answers, in float64.
 
         Raises:
-            ConfigError: there are none, and ``estimator`` needs them.
+            ConfigError: there are none; the message names ``estimator``, which needs them.
             RunError: a baseline is not finite.
         """
         told = "the reward of a greedy answer to each prompt, and this run samples none"
@@ -165,9 +166,9 @@ class AdvantageInputs:
         return baselines.double()
 
     def shared(self, advantages: Float[Tensor, " S"]) -> Tensor:
-        """Shape one advantage per trajectory as an estimator returns it, in the dtype of ``rewards``.
+        """Return one advantage per trajectory in an estimator's format, in the dtype of ``rewards``.
 
-        [S], or [S, T] with exact zeros at tokens that do not count where there is a ``mask``.
+        The shape is [S] without a ``mask``, else [S, T] with exact zeros at tokens that do not count.
         """
         result_S = advantages.to(self.rewards.dtype)
         return result_S if self.mask is None else torch.where(self.counts(), result_S[:, None], 0.0)
@@ -175,16 +176,16 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """The result of an estimator with a critic. 0 at tokens that do not count."""
+    """Result of an estimator with a critic; 0 at tokens that do not count."""
 
     advantages: Float[Tensor, "S T"]
     returns: Float[Tensor, "S T"]
-    """Target of the critic's loss: the values that it should have predicted. Never whitened."""
+    """Target of the critic's loss: the values that the critic should have predicted. Never whitened."""
 
 
 AdvantageEstimator = Callable[..., Tensor | Advantages]
-"""Function ``estimator(inputs, **params)`` that returns [S], one advantage per trajectory, which all its tokens share,
-[S, T], one per token, or `Advantages`; padded to the longest trajectory or to the inputs' T. ``params`` are its own."""
+"""Function ``estimator(inputs, **params)``, with parameters of its own. It returns [S], one advantage per trajectory
+for all its tokens; or [S, T], one per token, padded to the longest trajectory or the inputs' T; or `Advantages`."""
 
 
 def _fits(result: Any, inputs: AdvantageInputs) -> bool:
@@ -205,24 +206,24 @@ _STATES = "__headway_states__"
 
 
 def from_outcomes_alone(estimator: E) -> E:
-    """Declare that ``estimator`` looks at outcomes and never at tokens, unless these have rewards of their own.
+    """Declare that ``estimator`` looks at outcomes and not at tokens, unless tokens have rewards of their own.
 
-    It is then given ``rewards``, ``groups``, ``baselines`` and, as ``lengths``, the number of tokens of each trajectory
-    that count (`AdvantageInputs.written`); there is no mask, and it returns [S]. No token of a batch is fetched for it,
-    and one number per trajectory travels instead of one per token.
+    It then gets ``rewards``, ``groups``, ``baselines`` and, as ``lengths``, the number of tokens that count in each
+    trajectory (`AdvantageInputs.written`). There is no mask, and it returns [S]. No tokens are fetched for it, and one
+    number per trajectory is sent instead of one per token.
     """
     setattr(estimator, _OUTCOMES_ALONE, True)
     return estimator
 
 
 def looks_at_tokens(estimator: AdvantageEstimator) -> bool:
-    """Tell whether ``estimator`` may use tokens: True unless it was declared with `from_outcomes_alone`."""
+    """Tell whether ``estimator`` may look at tokens: True unless it was declared with `from_outcomes_alone`."""
     return not getattr(estimator, _OUTCOMES_ALONE, False)
 
 
 def from_states(estimator: E) -> E:
-    """Declare that ``estimator`` looks at the states in which turns were taken: it is given ``states`` and ``turns``,
-    and ``token_rewards``, in which a trajectory's own reward is at its last token that counts."""
+    """Declare that ``estimator`` looks at the states in which turns were taken. It then gets ``states``, ``turns`` and
+    ``token_rewards``, in which a trajectory's own reward is at its last token that counts."""
     setattr(estimator, _STATES, True)
     return estimator
 
@@ -238,7 +239,7 @@ def per_token(
     """Split the result of an estimator into one [T] tensor for each trajectory, 0 in the holes of ``mask``.
 
     Raises:
-        ValueError: neither [S] nor [S, T], or fewer numbers than a trajectory has tokens.
+        ValueError: the result is neither [S] nor [S, T], or has fewer numbers than a trajectory has tokens.
     """
     rows = advantages.advantages if isinstance(advantages, Advantages) else advantages
     if rows.ndim not in (1, 2) or rows.shape[0] != lengths.shape[0]:
@@ -279,7 +280,7 @@ def _check_finite(values: Tensor, what: str) -> None:
 
 
 def _of_tokens(values: Tensor, counts: Tensor, what: str) -> Tensor:
-    # `where`, not a product: what does not count may be NaN.
+    # `where`, not a product: tokens that do not count may be NaN.
     result_ST = torch.where(counts, values.double(), 0.0)
     finite_ST = result_ST.isfinite()
     if not finite_ST.all():

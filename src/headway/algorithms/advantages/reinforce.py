@@ -1,4 +1,4 @@
-"""REINFORCE with a baseline that costs no critic (whitening, the greedy answer's reward), and GAE, which has one.
+"""REINFORCE with a baseline that needs no critic (whitening, the greedy answer's reward), and GAE, which needs one.
 
 Shape suffixes: S trajectories of one batch, T response tokens (padded).
 """
@@ -15,15 +15,15 @@ from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs, Ad
 
 @ADVANTAGES.register("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float[Tensor, "S T"]:
-    """The return of each token, Σ_{u ≥ t} γ^(u − t)·r_u, whitened over all tokens of the batch that count.
+    """Return of each token, Σ_{u ≥ t} γ^(u − t)·r_u, whitened over all tokens of the batch that count.
 
-    At the step from one turn to the next γ is γ·``inputs.turn_discount``.
+    From one turn to the next, γ·``inputs.turn_discount`` replaces γ.
 
-    Groups play no part: one answer per prompt is enough. A KL penalty per token, which the paper subtracts from the
+    Groups are not used: one answer per prompt is enough. A KL penalty per token, which the paper subtracts from the
     reward, goes into ``token_rewards``. Whitening divides by sqrt(var + 1e-8) with the unbiased variance, as in verl.
 
-    The exponent counts the tokens that count: a hole is stepped over, as in GAE. Libraries differ here. OpenRLHF decays
-    within a hole, too; verl cuts the return off at one, and text before a tool's output gets none of the final reward.
+    Only tokens that count enter the exponent: holes are skipped, as in GAE. Libraries differ here. OpenRLHF also decays
+    within a hole. verl ends the return at a hole, so text before a tool's output gets none of the final reward.
 
     Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262, global advantage normalization.
 
@@ -41,10 +41,10 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 @from_outcomes_alone
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
-    """Advantages r − mean of the group, whitened over all tokens of the batch: an answer counts once for each token.
+    """Advantages r − mean of the group, whitened over all tokens of the batch: an answer counts once per token.
 
-    So a group whose rewards are all equal ends at −mean/std of the batch, which is 0 only where lengths do not go with
-    rewards. A single answer is its own mean; verl takes 0 for its mean instead.
+    So a group with equal rewards gets −mean/std of the batch, which is 0 only if lengths and rewards are uncorrelated.
+    The mean for a single answer is its own reward; in verl it is 0.
 
     Returns:
         [S], or [S, T] where the inputs have a mask.
@@ -56,7 +56,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     """
     scores_S = inputs.scores()
     groups = Groups.of(inputs.groups)
-    # Before whitening, which could make advantages of size 1 out of the rounding of equal rewards.
+    # Before whitening, which could blow up the rounding errors of equal rewards to advantages of size 1.
     centred_S = groups.centred(scores_S).masked_fill(groups.all_equal(scores_S), 0.0)
     return inputs.shared(whiten(centred_S, inputs.written().double()))
 
@@ -64,11 +64,12 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
 @ADVANTAGES.register("remax")
 @from_outcomes_alone
 def remax(inputs: AdvantageInputs) -> Tensor:
-    """Advantages r − r_greedy, of the policy's own greedy answer; with rewards of tokens, Σ_{u ≥ t} r_u − r_greedy,
-    r_u discounted by the turns between t and u.
+    """Advantages r − r_greedy, where r_greedy is the reward of the policy's greedy answer.
+
+    With rewards of tokens: Σ_{u ≥ t} r_u − r_greedy, with r_u discounted by the turns between t and u.
 
     Returns:
-        [S, T] where there are rewards of tokens or a mask, [S] otherwise.
+        [S, T] if there are rewards of tokens or a mask, else [S].
 
     Source: ReMax, Li et al. 2024, arXiv:2310.10505.
 
@@ -89,14 +90,14 @@ def remax(inputs: AdvantageInputs) -> Tensor:
 def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Advantages:
     """Estimate A_t = Σ_i (γλ)^i · δ_{t+i} with δ_t = r_t + γ·V_{t+1} − V_t, and the critic's targets A_t + V_t.
 
-    At the step from one turn to the next γ is γ·``inputs.turn_discount``, both here and there.
+    From one turn to the next, γ·``inputs.turn_discount`` replaces γ in both formulas.
 
-    t counts tokens that count: a hole is stepped over, and V_{t+1} is that of the next token which the policy wrote.
-    After the last one V is 0 where the answer is ``finished``. Where it was cut off, the value of the state that was
-    reached is not known, and the last known one, V of the last token, stands for it.
+    t numbers the tokens that count: holes are skipped, and V_{t+1} is the value at the policy's next token.
+    After the last token, V is 0 if the answer is ``finished``. If it was cut off, the value of the state reached is
+    unknown, and V of the last token is used instead.
 
     With ``whitened``, advantages (never returns) are whitened over all tokens of the batch, as in verl and TRL:
-    (A − mean) / sqrt(var + 1e-8), the unbiased variance. verl knows no ``finished``: there, everything is.
+    (A − mean) / sqrt(var + 1e-8), with the unbiased variance. verl has no ``finished``: it treats all answers as such.
 
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16; unfinished answers: "extended GAE" of truncated PPO,
     Fan et al. 2025, arXiv:2506.15050.
@@ -117,9 +118,9 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whiten
         written_S = compaction.counts.sum(dim=1)
         cut_S = (~inputs.finished & (written_S > 0)).nonzero().squeeze(1)
         last_S = written_S[cut_S] - 1
-        # An answer that was cut off has a future: its last value stands for the next. A finished one has none.
+        # An answer that was cut off would go on: its last value is used as the next one. A finished one would not.
         next_ST[cut_S, last_S] = values_ST[cut_S, last_S]
-    # Behind the last token rewards and values are 0, and so is what is summed there.
+    # After the last token rewards and values are 0, and so are the terms of the sum.
     errors_ST = rewards_ST + inputs.decay(compaction, gamma) * next_ST - values_ST
     advantages_ST = sums_ahead(errors_ST, inputs.decay(compaction, gamma * lam))
     returns_ST = compaction.expand(advantages_ST + values_ST)

@@ -1,21 +1,21 @@
-"""Corrections by π_prox/π_behav, the ratio of the trust region's anchor to the policy that sampled.
+"""Corrections by π_prox/π_behav: the trust region's anchor over the policy that sampled.
 
     LossInputs ─▶ correction ─▶ weights w [N, T] ─▶ w · policy loss (decoupled PPO); 0 rejects a token
 
-By the ratio itself (a level, an action, two bounds), of whole sequences, and products of several:
+A correction uses the ratio itself (a level, an action, two bounds), or whole sequences, or multiplies several others:
 
     π_prox/π_behav ─▶ ratio at a level ─▶ action within [lower, upper] ─▶ · veto ─▶ weight
 
 | action | weight |
 |---|---|
-| truncate | the ratio, no further than the bounds |
+| truncate | the ratio, clamped to the bounds |
 | mask | the ratio within the bounds, 0 outside (IcePop) |
 | reject | 1 within the bounds, 0 outside |
-| veto | 0 on the whole answer where any of its tokens is outside the bounds, else 1 |
+| veto | 0 on the whole answer if any of its tokens is outside the bounds, else 1 |
 
-The normaliser of the loss stays the number of tokens before any rejection. There are three ways to get log π_prox: a
-forward pass, π_behav itself at no cost, and `log_linear_prox`, which interpolates between versions. Shape suffixes as
-in `losses`.
+The loss is normalised by the number of tokens before any rejection. There are three ways to get log π_prox: a forward
+pass; log π_behav itself, at no cost; and `log_linear_prox`, which interpolates between versions. Shape suffixes as in
+`losses`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 
 Level = Literal["token", "sequence", "geometric"]
-"""Ratio that a bound applies to: each token's, their product over the answer, or their geometric mean."""
+"""Ratio that a bound applies to: each token's ratio, the product over the answer, or the geometric mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,12 @@ class CorrectionParams:
     """The parameters of a correction. All bounds are on π_prox/π_behav, never on its inverse."""
 
     bound: float | None = None
-    """Largest ratio that counts (in full, for ``truncate``; at all, for ``mask``, ``reject`` and ``veto``)."""
+    """Upper bound: ``truncate`` cuts larger ratios to it; ``mask``, ``reject`` and ``veto`` reject them."""
     lower: float | None = None
-    """Smallest ratio that counts; None: no lower bound."""
+    """Lower bound of the ratio; None: no lower bound."""
     level: Level = "token"
     veto: float | None = None
-    """The bound of a veto, beside any other action: an answer with a token whose ratio is below this is rejected
-    whole."""
+    """Bound of an additional veto: an answer with a token whose ratio is below it is rejected as a whole."""
     delta: float | None = None
     """Largest mean of log(π_behav/π_θ) of an answer, in nats per token, for ``off_policy_sequence_mask``."""
 
@@ -87,10 +86,10 @@ Action = Literal["truncate", "mask", "reject", "veto"]
 
 @dataclass(frozen=True, slots=True)
 class RatioCorrection:
-    """A `Correction` by the ratio: one choice of level, action and bounds. See the module for what the actions do.
+    """A `Correction` by the ratio: one choice of level, action and bounds. The module describes the actions.
 
     Raises:
-        ConfigError: where it is built, on a combination that makes no sense or has no effect.
+        ConfigError: on construction, for a combination that makes no sense or has no effect.
     """
 
     action: Action
@@ -98,7 +97,7 @@ class RatioCorrection:
     upper: float | None = None
     lower: float | None = None
     veto: float | None = None
-    """Ratio below which a single token has its whole answer rejected; None: no token has."""
+    """Ratio below which a single token rejects its whole answer; None: no veto."""
 
     def __post_init__(self) -> None:
         for name in ("upper", "lower", "veto"):
@@ -116,7 +115,7 @@ class RatioCorrection:
     def __call__(
         self, inputs: LossInputs, params: CorrectionParams | None = None
     ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-        """Compute weights and metrics of ``inputs``; ``params`` is not looked at."""
+        """Compute weights and metrics of ``inputs``; ``params`` is ignored."""
         log_ratio_NT = log_ratio(inputs.old_logprobs, inputs.behaviour_logprobs, inputs.mask)
         ratio_NT = ratio_at(self.level, log_ratio_NT, inputs.mask, inputs.episodes)
         weights_NT, metrics = self._act(ratio_NT, inputs.episodes)
@@ -134,7 +133,7 @@ class RatioCorrection:
             weights_NT = ratio_NT.clamp(self.lower, self.upper)
             return weights_NT, {"correction/truncated": outside_NT.to(ratio_NT.dtype)}
         if self.action == "veto":
-            # A masked position has ratio 1, and so is outside no bounds.
+            # A masked position has ratio 1, and so is always within the bounds.
             outside_NT = anywhere_in_sequence(outside_NT, episodes)
         within_NT = ratio_NT if self.action == "mask" else torch.ones_like(ratio_NT)
         return within_NT.masked_fill(outside_NT, 0.0), {"correction/rejected": outside_NT.to(ratio_NT.dtype)}
@@ -148,16 +147,16 @@ def ratio_at(
 ) -> Float[Tensor, "N T"]:
     """Return the ratio at a level, for every token. ``log_ratio_NT`` is 0 where masked.
 
-    ``token`` is low in variance and biased; ``sequence``, the product over the answer, is the unbiased weight of an
-    answer and of enormous variance; ``geometric`` is the product's |y|-th root: a measure of drift, not a weight. An
-    answer is a row, or all rows with the same label in ``episodes``. Its log-ratio is clamped to ±20 as a token's is.
+    ``token`` has low variance, but is biased. ``sequence``, the product over the answer, is the unbiased weight of an
+    answer, but has enormous variance. ``geometric`` is the product's |y|-th root: a measure of drift, not a weight. An
+    answer is a row, or all rows with the same label in ``episodes``. Its log-ratio is clamped to ±20, like a token's.
     """
     if level == "token":
         return log_ratio_NT.exp()
     total_N1 = sequence_sum(log_ratio_NT, episodes)
     if level == "geometric":
         total_N1 = total_N1 / sequence_sum(mask, episodes).clamp(min=1)
-    # Clamped once more: a sum of clamped log-ratios may be far beyond what `exp` can hold.
+    # Clamped once more: `exp` of a sum of clamped log-ratios may overflow.
     ratio_N1 = total_N1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().to(log_ratio_NT.dtype)
     return ratio_N1.expand_as(log_ratio_NT)
 
@@ -179,10 +178,10 @@ def _check_bound(name: str, value: float | None, action: Action) -> None:
 @CORRECTIONS.register("truncate")
 @torch.no_grad()
 def truncate(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Truncated importance sampling: w = min(π_prox/π_behav, bound), and at least ``lower`` where that is set.
+    """Truncated importance sampling: w = min(π_prox/π_behav, bound), and at least ``lower`` if it is set.
 
-    Metrics: ``correction/weight`` is w, ``correction/truncated`` is 1 where a bound was used instead of the ratio;
-    ``correction/vetoed`` where ``veto`` is set.
+    Metrics: ``correction/weight`` is w, ``correction/truncated`` is 1 where a bound was used instead of the ratio. If
+    ``veto`` is set, also ``correction/vetoed``.
 
     Source: truncation, Ionides 2008 (Journal of Computational and Graphical Statistics 17.2), equation 3; as the weight
     of decoupled PPO, Hilton et al. 2021, arXiv:2110.00641, and AReaL, Fu et al. 2025, arXiv:2505.24298, equation 5.
@@ -206,7 +205,7 @@ def mask(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N
 
 @CORRECTIONS.register("reject")
 def reject(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Reject tokens by their ratio: w = 1 where π_prox/π_behav is within [lower, bound], 0 outside. Not a weight.
+    """Reject tokens by their ratio: w = 1 where π_prox/π_behav is within [lower, bound], 0 outside.
 
     Metrics: those of `mask`.
     """
@@ -264,10 +263,10 @@ def check_delta(delta: float | None) -> float:
 def product(corrections: Sequence[tuple[Correction, CorrectionParams]]) -> Correction:
     """Combine corrections by the product of their weights: a token that one of them rejects is rejected.
 
-    Metrics of the same name are 1 where any of them is; ``correction/weight`` is the product.
+    Other metrics of the same name are 1 where any of them is 1; ``correction/weight`` is the product.
 
     Raises:
-        ConfigError: fewer than two corrections, or more than one that supplies the ratio itself (truncate, mask).
+        ConfigError: fewer than two corrections, or more than one with the ratio in its weight (truncate, mask).
     """
     if len(corrections) < 2:
         raise ConfigError(f"a product of corrections takes at least two, not {len(corrections)}")
@@ -290,12 +289,12 @@ SEQUENCE_MASK = "off_policy_sequence_mask"
 
 
 def build_correction(name: str, params: CorrectionParams) -> Correction:
-    """Build the correction ``name``: a registered one or ``file.py:function``, after a check of its parameters.
+    """Build the correction ``name``, a registered name or ``file.py:function``, and check its parameters.
 
-    A function of the user's own gets all parameters, unchecked.
+    A user's function gets all parameters, unchecked.
 
     Raises:
-        ConfigError: unknown name; parameters that make no sense, or that the named correction does not look at.
+        ConfigError: unknown name; parameters that make no sense, or that the correction does not use.
         UserCodeError: the user's file does not import or lacks the function.
     """
     correction = CORRECTIONS.get(name)
@@ -324,14 +323,14 @@ def log_linear_prox(
 ) -> Float[Tensor, "N T"]:
     """Estimate log π_prox per token: log π_behav + α·(log π_θ − log π_behav), α = (v_prox − v_behav)/(v_θ − v_behav).
 
-    Exact where log π moves linearly with the version. A token of v_behav = v_prox (or later) has exactly π_behav, and
-    where v_θ = v_prox every older token has exactly π_θ. α is clamped to [0, 1].
+    Exact if log π is linear in the version. A token with v_behav ≥ v_prox gets exactly log π_behav; if v_θ = v_prox,
+    every older token gets exactly log π_θ. α is clamped to [0, 1].
 
     Args:
         behaviour_logprobs: log π_behav at each token's own version.
-        logprobs: log π_θ of the current policy; its gradient is not followed.
+        logprobs: log π_θ of the current policy; no gradient flows back.
         versions: v_behav, the version that sampled each token.
-        mask: True at valid tokens; elsewhere the result is 0, whatever stood there.
+        mask: True at valid tokens; elsewhere the result is 0.
         prox_version: v_prox, the version whose policy anchors the trust region.
         version: v_θ ≥ v_prox; may be a fraction: V + k/K after k of the K optimizer steps of version V.
 

@@ -1,4 +1,4 @@
-"""Policy losses: per token, before any averaging. Averaging is `aggregation`'s business.
+"""Policy losses per token, before any averaging; see `aggregation` for the averaging.
 
     LossInputs ─▶ policy loss ─▶ per-token losses [N, T] ─▶ · token_weights [N, T] ─▶ sum over micro-batches and ranks
 

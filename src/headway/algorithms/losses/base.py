@@ -1,10 +1,10 @@
-"""Parts that all policy losses share: their inputs, their parameters, their registry, and the safe log-ratio.
+"""Parts that all policy losses share: inputs, parameters, registry, and the safe log-ratio.
 
-A *sequence* is an episode: one row, or several, which are then told by `LossInputs.episodes`. Whatever a loss or a
-correction says of sequences goes through `sequence_sum`, `sequence_mean` and `anywhere_in_sequence`.
+A *sequence* is an episode: one row, or all rows with the same label in `LossInputs.episodes`. Losses and corrections
+that work on sequences use `sequence_sum`, `sequence_mean` and `anywhere_in_sequence`.
 
 Shape suffixes: N rows of a micro-batch, T response tokens (padded), 1 a broadcast column. Training calls the built-in
-functions without padding: each token is a row of its own, T is 1, and ``episodes`` say which make a sequence.
+functions without padding: each token is a row, T is 1, and ``episodes`` groups the rows into sequences.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class LossInputs:
     """The inputs of a policy loss. Values at masked positions are never used and may be anything."""
 
     logprobs: Float[Tensor, "N T"]
-    """Log-probs log π_θ of the sampled tokens, in nats; the one input with a gradient (and ``entropy``)."""
+    """Log-probs log π_θ of the sampled tokens, in nats. Only they, and ``entropy``, have a gradient."""
     old_logprobs: Float[Tensor, "N T"]
-    """Log-probs log π_prox, the anchor of the trust region; π_behav's where the engine's log-probs are taken for it."""
+    """Log-probs log π_prox, the anchor of the trust region; log π_behav if the engine's log-probs are used instead."""
     behaviour_logprobs: Float[Tensor, "N T"]
     """Log-probs log π_behav of the policy that the engine sampled from, in nats."""
     advantages: Float[Tensor, "N T"]
@@ -42,17 +42,17 @@ class LossInputs:
     ref_logprobs: Float[Tensor, "N T"] | None = None
     entropy: Float[Tensor, "N T"] | None = None
     finished: Bool[Tensor, " N"] | None = None
-    """Flags of the answers that have ended; ``None``: all have. Only ``t_ppo`` uses them."""
+    """Flag of each answer, True if it has ended; None: all have. Only ``t_ppo`` uses them."""
     episodes: Int[Tensor, " N"] | None = None
-    """Label of each row's episode: rows with the same one are one sequence. None: each row is a sequence."""
+    """Label of each row's episode: rows with the same label are one sequence. None: each row is a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossParams(Generic[Own]):
-    """The parameters of a policy loss: its own section of the configuration, and the clip range, which losses share."""
+    """Parameters of a policy loss: its own section of the configuration, and the clip range that losses share."""
 
     own: Own
-    """The loss's section, one of `headway.config.sections.losses`: its parameters, all with values."""
+    """The loss's own parameters, all set: a section from `headway.config.sections.losses`."""
     clip_low: float = 0.2
     """Lower ε: the ratio is clipped to [1 − clip_low, 1 + clip_high]. ``gmpo`` clips the log-ratio to
     [−clip_low, clip_high]; for ``dppo_tv`` and ``dppo_kl`` they are the largest divergence down and up. The off-policy
@@ -66,7 +66,7 @@ PolicyLoss = Callable[[LossInputs, PolicyLossParams[Any]], tuple[Tensor, dict[st
 
 
 def per_token_results(result: Any, inputs: LossInputs, *_: Any) -> bool:
-    """Tell whether ``result`` has the form of a loss or correction: numbers per token [N, T], and metrics by name."""
+    """Tell whether ``result`` has the format of a loss or correction: numbers per token [N, T], and metrics by name."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         return False
     numbers, metrics = result
@@ -100,7 +100,7 @@ def clean(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tens
 
 
 def cleaned_advantages(inputs: LossInputs, like: Tensor) -> Float[Tensor, "N T"]:
-    """The advantages without gradient, 0 where masked, in the type of ``like``."""
+    """Return the advantages without gradient, 0 where masked, in the dtype of ``like``."""
     return clean(inputs.advantages.detach(), inputs.mask).to(like.dtype)
 
 
@@ -112,13 +112,13 @@ def sequence_sum(values: Tensor, episodes: Int[Tensor, " N"] | None) -> Float[Te
     total_N = values.sum(dim=1, dtype=torch.float64)
     if episodes is None:
         return total_N[:, None]
-    # index_put adds in the same order every time, which a scatter on a GPU does not.
+    # index_put adds in the same order every time; a scatter on a GPU does not.
     place_N = dense_labels(episodes)
     return torch.zeros_like(total_N).index_put((place_N,), total_N, accumulate=True)[place_N][:, None]
 
 
 def dense_labels(labels: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
-    """Number the different ``labels`` from 0, ascending: `torch.unique` would wait for a GPU to count them."""
+    """Renumber ``labels`` from 0, ascending, without `torch.unique`, which would wait for a GPU to count them."""
     ordered, order = labels.sort(stable=True)
     number_N = torch.cat([torch.zeros_like(labels[:1]), (ordered[1:] != ordered[:-1]).cumsum(0)])
     return torch.empty_like(labels).scatter(0, order, number_N)
@@ -133,7 +133,7 @@ def sequence_mean(
 
 
 def anywhere_in_sequence(flags: Bool[Tensor, "N T"], episodes: Int[Tensor, " N"] | None) -> Bool[Tensor, "N T"]:
-    """Spread True over all rows of the sequences that have one."""
+    """Set the flags True in all rows of each sequence that has a True flag."""
     if episodes is None:
         return flags.any(dim=1, keepdim=True).expand_as(flags)
     return (sequence_sum(flags, episodes) > 0).expand_as(flags)

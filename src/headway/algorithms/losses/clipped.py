@@ -1,14 +1,14 @@
-"""PPO's clipped loss and what is built on it, SAPO's smooth gate, and the critic's loss. Shape suffixes as in `base`.
+"""PPO's clipped loss and its variants, SAPO's smooth gate, and the critic's loss. Shape suffixes as in `base`.
 
-`gspo` and `gmpo` have one ratio for a whole answer, an episode with all its rows. Both are given per token: in value,
-each token has its answer's loss; in gradient, its own part of it. With ``seq-mean-token-mean`` (which both papers use)
-value and gradient are the paper's, to the last token; other aggregations weigh long answers more. The token form also
-takes advantages that differ within an answer, and corrections that weigh tokens.
+`gspo` and `gmpo` have one ratio per answer (an episode with all its rows). Their losses are returned per token: each
+token has its answer's loss as its value, and its own share of the gradient. With ``seq-mean-token-mean``, which both
+papers use, value and gradient equal the paper's; other aggregations weigh long answers more. The per-token form also
+allows advantages that differ within an answer, and corrections that weigh tokens.
 
-`clip_cov` and `kl_cov` hold back the few tokens that cost the most entropy (Cui et al. 2025, arXiv:2505.22617, section
-4). A step lowers the policy's entropy where log π_θ and the advantage vary together, so the tokens that are selected
-are those of a large (log π_θ − mean)·(A − mean), the means taken over the micro-batch's valid tokens. The selection is
-of the whole micro-batch: another split into micro-batches selects other tokens, and gives another gradient.
+`clip_cov` and `kl_cov` restrain the few tokens that cost the most entropy (Cui et al. 2025, arXiv:2505.22617, section
+4). A step lowers the policy's entropy where log π_θ and the advantage are correlated, so the tokens with a large
+(log π_θ − mean)·(A − mean) are selected, with means over the micro-batch's valid tokens. Another split into
+micro-batches selects other tokens, and gives another gradient.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def ppo_clip(
 
 @POLICY_LOSSES.register("dual_clip")
 def dual_clip(inputs: LossInputs, params: PolicyLossParams[DualClip]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Loss of `ppo_clip`, but where A < 0 at most −c·A: −max(min(u·A, clip(u)·A), c·A), c = ``clip_ratio_c``.
+    """Loss of `ppo_clip`, bounded by −c·A where A < 0: −max(min(u·A, clip(u)·A), c·A), with c = ``clip_ratio_c``.
 
-    Without it a token of a bad answer that has become much more likely (u ≫ 1) has an unbounded loss.
+    Without the bound, a token of a bad answer that has become much more likely (u ≫ 1) has an unbounded loss.
 
-    Metrics: those of `ppo_clip`, and ``clip_fraction_lower``, 1 where c was what bounded the loss (no gradient there).
+    Metrics: those of `ppo_clip`, and ``clip_fraction_lower``, 1 where c bounded the loss (no gradient there).
 
     Source: Ye et al. 2020, arXiv:1912.09729, section "Dual-clip PPO". verl's ``vanilla`` loss is this one.
 
     Raises:
-        ConfigError: c ≤ 1 + clip_high, so that it would cut inside the clip range.
+        ConfigError: c ≤ 1 + clip_high: c would cut inside the clip range.
     """
     c = params.own.clip_ratio_c
     if c <= 1.0 + params.clip_high:
@@ -77,12 +77,12 @@ def dual_clip(inputs: LossInputs, params: PolicyLossParams[DualClip]) -> tuple[F
 
 @POLICY_LOSSES.register("t_ppo")
 def t_ppo(inputs: LossInputs, params: PolicyLossParams[TPpo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Loss of `ppo_clip` on answers of which some are unfinished, without the last ``ignore_last`` tokens of those.
+    """Loss of `ppo_clip` without the last ``ignore_last`` tokens of unfinished answers.
 
-    The rest of truncated PPO is other parts' business: the advantages come from extended GAE, which takes V(s_l+1) =
-    V(s_l) where an answer was cut; ``mask`` holds the tokens of the present window alone, so that none is trained on
-    twice; the value model learns from finished answers only. The advantage of a cut answer's last tokens is mostly that
-    assumption, hence ``ignore_last``. Dropped tokens still count in the normaliser, as rejected ones do.
+    Other parts implement the rest of truncated PPO: extended GAE assumes V(s_l+1) = V(s_l) where an answer was cut;
+    ``mask`` holds only the tokens of the current window, so that none is trained on twice; the value model learns from
+    finished answers only. The assumption dominates the advantage of a cut answer's last tokens, hence ``ignore_last``.
+    Dropped tokens still count in the normaliser, like rejected ones.
 
     Metrics: those of `ppo_clip`, and ``window_dropped``, 1 at the tokens left out.
 
@@ -98,7 +98,7 @@ def t_ppo(inputs: LossInputs, params: PolicyLossParams[TPpo]) -> tuple[Float[Ten
 def clipped_surrogate(
     ratio_NT: Float[Tensor, "N T"], advantages_NT: Float[Tensor, "N T"], params: PolicyLossParams[PolicyLossConfig]
 ) -> tuple[Float[Tensor, "N T"], Float[Tensor, "N T"]]:
-    """Compute −min(u·A, clip(u)·A), and 1 where the clipped term was the smaller one."""
+    """Compute −min(u·A, clip(u)·A), and a flag, 1 where the clipped term was the smaller one."""
     unclipped_NT = -ratio_NT * advantages_NT
     clipped_NT = -ratio_NT.clamp(1.0 - params.clip_low, 1.0 + params.clip_high) * advantages_NT
     return torch.maximum(unclipped_NT, clipped_NT), (clipped_NT > unclipped_NT).to(ratio_NT.dtype).detach()
@@ -119,8 +119,8 @@ def _last_of_unfinished(inputs: LossInputs, count: int) -> Bool[Tensor, "N T"]:
 def sapo(inputs: LossInputs, params: PolicyLossParams[Sapo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """Loss −(4/τ)·σ(τ·(u − 1))·A with u = π_θ/π_old, τ = ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
 
-    The gate's slope is 1 at u = 1 and fades on both sides: the gradient is that of PPO near the old policy, and never
-    jumps. Constant 2A/τ in the value at u = 1.
+    The gate's slope is 1 at u = 1 and decays smoothly on both sides: near the old policy the gradient is PPO's, and it
+    never jumps. At u = 1 the loss is −2A/τ.
 
     Aggregation: ``seq-mean-token-mean``.
 
@@ -160,10 +160,10 @@ def gspo(inputs: LossInputs, params: PolicyLossParams[Gspo]) -> tuple[Float[Tens
 
 @POLICY_LOSSES.register("gmpo")
 def gmpo(inputs: LossInputs, params: PolicyLossParams[Gmpo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Loss −R·A, R the geometric mean of the answer's ratios, each clipped before: R_i = exp(1/|y_i| · Σ_t c_t).
+    """Loss −R·A, with R the geometric mean of the answer's clipped ratios: R_i = exp(1/|y_i| · Σ_t c_t).
 
-    c_t is log(π_θ/π_old), at most ``clip_high`` where A > 0 and at least −``clip_low`` where A < 0: the clip range is
-    of the *log*-ratio (the paper has 0.4 on both sides). A clipped token has no gradient, the answer's other tokens
+    c_t is log(π_θ/π_old), at most ``clip_high`` where A > 0 and at least −``clip_low`` where A < 0: the clip range
+    bounds the *log*-ratio (the paper has 0.4 on both sides). A clipped token has no gradient; the answer's other tokens
     keep theirs.
 
     Aggregation: ``seq-mean-token-mean``, then the loss is −1/G Σ_i R_i·A_i.
@@ -185,17 +185,17 @@ def gmpo(inputs: LossInputs, params: PolicyLossParams[Gmpo]) -> tuple[Float[Tens
 
 
 def _shared(token_NT: Float[Tensor, "N T"], mean_N1: Float[Tensor, "N 1"]) -> Float[Tensor, "N T"]:
-    """Give each token its answer's mean as its value, but its own gradient."""
+    """Return tokens whose value is their answer's mean and whose gradient is their own."""
     return mean_N1.detach() + (token_NT - token_NT.detach())
 
 
 @POLICY_LOSSES.register("clip_cov")
 def clip_cov(inputs: LossInputs, params: PolicyLossParams[ClipCov]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Loss of `ppo_clip`, but 0 at max(1, ⌊``clip_cov_ratio``·tokens⌋) tokens drawn from those of a high covariance.
+    """Loss of `ppo_clip`, but 0 at max(1, ⌊``clip_cov_ratio``·tokens⌋) random tokens with a high covariance.
 
-    Drawn uniformly from the tokens that PPO did not clip and whose covariance is between ``clip_cov_lb`` and
-    ``clip_cov_ub``; all of them where there are fewer. The draw is seeded by the values themselves, so that the loss is
-    a function of its inputs. (verl draws from torch's global generator.)
+    They are drawn uniformly from the tokens that PPO did not clip and whose covariance is between ``clip_cov_lb`` and
+    ``clip_cov_ub``; if there are fewer, all are taken. The values themselves seed the draw, so that the loss is a
+    function of its inputs. (verl draws from torch's global generator.)
 
     Aggregation: ``token-mean``.
 
@@ -213,7 +213,7 @@ def clip_cov(inputs: LossInputs, params: PolicyLossParams[ClipCov]) -> tuple[Flo
 
 @POLICY_LOSSES.register("kl_cov")
 def kl_cov(inputs: LossInputs, params: PolicyLossParams[KlCov]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Loss −u·A, plus ``ppo_kl_coef``·|log u| at the max(1, ⌊``kl_cov_ratio``·tokens⌋) of the largest covariance.
+    """Loss −u·A, plus ``ppo_kl_coef``·|log u| at the max(1, ⌊``kl_cov_ratio``·tokens⌋) tokens of largest covariance.
 
     u = π_θ/π_old is not clipped: the penalty alone keeps the policy near the old one.
 
@@ -223,7 +223,7 @@ def kl_cov(inputs: LossInputs, params: PolicyLossParams[KlCov]) -> tuple[Float[T
     """
     log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
     losses_NT = -log_ratio_NT.exp() * cleaned_advantages(inputs, log_ratio_NT)
-    # `_share_of` is 1 even where there is no token: a masked one would be chosen.
+    # `_share_of` is at least 1, even without a valid token: a masked one would be chosen.
     count = min(_share_of(inputs.mask, params.own.kl_cov_ratio), int(inputs.mask.sum()))
     ranked_NT = _covariance(inputs).masked_fill(~inputs.mask, -torch.inf)
     chosen_NT = torch.zeros_like(inputs.mask)
@@ -248,7 +248,7 @@ def _share_of(mask: Bool[Tensor, "N T"], share: float) -> int:
 
 
 def _draw(candidates_NT: Bool[Tensor, "N T"], count: int, *, seed_from: Float[Tensor, " M"]) -> Bool[Tensor, "N T"]:
-    """Draw ``count`` of the candidates uniformly, or all where there are no more: a mask, True at those drawn."""
+    """Draw ``count`` candidates uniformly, or all if there are fewer. Returns a mask, True at the drawn ones."""
     places_K = candidates_NT.flatten().nonzero().squeeze(1)
     if places_K.numel() > count:
         bits = int(seed_from.sum().view(torch.int64))  # of float64: equal data draw equal tokens, whatever ran before
@@ -270,8 +270,8 @@ def value_loss(
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """Loss ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) per token, exactly 0 where masked.
 
-    As PPO's clipped policy loss does, the larger of the two makes the update pessimistic: beyond ε of where it was, a
-    value gets no gradient that would take it further. ``cliprange=None``: ½·(V − R)².
+    Taking the larger term makes the update pessimistic, as in PPO's policy loss: a value that is already more than ε
+    from V_old gets no gradient to move further away. ``cliprange=None``: ½·(V − R)².
 
     Args:
         values: V, the critic's, with gradient.

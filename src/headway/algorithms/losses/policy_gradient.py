@@ -64,7 +64,7 @@ def truncated_is(
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """Loss −sg[min(π_θ/π_behav, ρ)]·A·log π_θ, ρ = ``rollout_is_threshold``: truncated importance sampling.
 
-    One ratio from what sampled to what is trained, so π_prox is not used, and a correction would count it twice.
+    One ratio spans from the sampling to the trained policy. So π_prox is not used; a correction would count it twice.
 
     Aggregation: ``seq-mean-token-sum`` (both papers sum over an answer's tokens); ``token-mean`` is common, too.
 
@@ -80,11 +80,11 @@ def truncated_is(
 
 @POLICY_LOSSES.register("dppo_tv")
 def dppo_tv(inputs: LossInputs, params: PolicyLossParams[DppoTv]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Loss −M·sg[min(u, c)]·A·log π_θ, M = 0 where the token's *probability* has already moved too far A's way.
+    """Loss −M·sg[min(u, c)]·A·log π_θ: M = 0 where the token's *probability* has moved too far in A's direction.
 
-    With A > 0 that is π_θ − π_old > ``clip_high``, otherwise π_old − π_θ > ``clip_low``: |π_θ − π_old| is the total
-    variation between (this token, any other token) under both policies. A rare token may change its ratio a lot, a
-    common one only a little. c is ``clip_ratio_c``.
+    M = 0 if π_θ − π_old > ``clip_high`` where A > 0, or π_old − π_θ > ``clip_low`` elsewhere. |π_θ − π_old| is the
+    total variation between both policies over (this token, any other token). The ratio of a rare token may change a lot, that
+    of a common one only a little. c is ``clip_ratio_c``.
 
     Aggregation: ``token-mean``.
 
@@ -101,10 +101,10 @@ def dppo_tv(inputs: LossInputs, params: PolicyLossParams[DppoTv]) -> tuple[Float
 
 @POLICY_LOSSES.register("dppo_kl")
 def dppo_kl(inputs: LossInputs, params: PolicyLossParams[DppoKl]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """Loss of `dppo_tv` with the KL divergence of (this token, any other token), old from new, for the variation.
+    """Loss of `dppo_tv` with KL(π_old‖π_θ) over (this token, any other token) instead of the total variation.
 
-    p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)) with p = π_old, q = π_θ, in nats; M = 0 where it is above ``clip_high``
-    and q > p (A > 0), or above ``clip_low`` and q < p (otherwise).
+    The KL is p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), with p = π_old and q = π_θ, in nats. M = 0 if it is above
+    ``clip_high`` and q > p where A > 0, or above ``clip_low`` and q < p elsewhere.
 
     Source: DPPO (Binary-KL), Qi et al. 2026, arXiv:2602.04879.
     """
@@ -121,7 +121,7 @@ def dppo_kl(inputs: LossInputs, params: PolicyLossParams[DppoKl]) -> tuple[Float
 
 
 def _probabilities(inputs: LossInputs) -> tuple[Float[Tensor, "N T"], Float[Tensor, "N T"]]:
-    """π_old and π_θ of the sampled tokens, float64: their difference, and that to 1, may be small."""
+    """Return π_old and π_θ of the sampled tokens, in float64: their difference, and that to 1, may be small."""
     old_NT, new_NT = (
         clean(logprobs.detach(), inputs.mask).double().exp() for logprobs in (inputs.old_logprobs, inputs.logprobs)
     )
@@ -152,7 +152,7 @@ def _weighted(
     clipped: Bool[Tensor, "N T"],
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     advantages_NT = cleaned_advantages(inputs, weights_NT)
-    # The one factor with a gradient is log π_θ: a weight that had one would count the token twice.
+    # Only log π_θ has a gradient: a weight with a gradient would count the token twice.
     losses_NT = -weights_NT * advantages_NT * clean(inputs.logprobs, inputs.mask)
     clipped_NT = (clipped & inputs.mask).to(weights_NT.dtype)
     return losses_NT, {"clip_fraction": clipped_NT, "approx_kl": approx_kl(log_ratio_NT)}
