@@ -101,8 +101,8 @@ def kl_in_reward(
     """Return the penalised rewards r_t − coef·k_t, and k [N, T]; both exactly 0 where masked, without gradient.
 
     In the reward only an estimator's value matters: k1 is unbiased there, and so is the policy gradient with it.
-    ``logprobs`` are those of the penalised policy (π_prox or π_behav; verl uses π_prox). ``rewards`` are per token, mostly
-    0.
+    ``logprobs`` are those of the penalised policy (π_prox or π_behav; verl uses π_prox). ``rewards`` are per token,
+    mostly 0.
 
     Source: InstructGPT, Ouyang et al. 2022, arXiv:2203.02155, equation 2 (the term of KL).
 

@@ -83,8 +83,8 @@ def dppo_tv(inputs: LossInputs, params: PolicyLossParams[DppoTv]) -> tuple[Float
     """Loss −M·sg[min(u, c)]·A·log π_θ: M = 0 where the token's *probability* has moved too far in A's direction.
 
     M = 0 if π_θ − π_old > ``clip_high`` where A > 0, or π_old − π_θ > ``clip_low`` elsewhere. |π_θ − π_old| is the
-    total variation between both policies over (this token, any other token). The ratio of a rare token may change a lot, that
-    of a common one only a little. c is ``clip_ratio_c``.
+    total variation between both policies over (this token, any other token). The ratio of a rare token may change a
+    lot, that of a common one only a little. c is ``clip_ratio_c``.
 
     Aggregation: ``token-mean``.
 
