@@ -1,6 +1,6 @@
-"""When an engine computed, and how much: the source of idle ratios, slot utilisation and step times.
+"""Activity of an engine, the source of idle ratios, slot utilisation and step times.
 
-`NativeActivity` times each step where it is made; `VllmActivity` counts what vLLM reports behind each of its steps.
+`NativeActivity` times each step of the native engine; `VllmActivity` uses vLLM's report after each of its steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Counts(ABC):
         """Bring spans and slot time up to date; later activity begins a new span."""
 
     def _count(self, *, active: int, prefilled: int, seconds: float, cached: int) -> None:
-        """One step, as `PrefillSteps` describes several."""
+        """Count one step. For the arguments see `PrefillSteps`."""
         self._stats.prefilled_tokens += prefilled
         if prefilled:
             add_prefill(self._stats.prefill_steps, active, prefilled, seconds, cached)
@@ -45,27 +45,27 @@ class Counts(ABC):
 
 @dataclass(slots=True)
 class DecodeStep:
-    """The record of one step; filled in while it runs."""
+    """Record of one step, filled in while it runs."""
 
     active: int = 0
     """Number of rows that were given a token."""
     prefilled: int = 0
     """Number of prefilled tokens."""
     found: int = 0
-    """Tokens of contexts that need no prefill: they were found, or a call that started beside them brought them."""
+    """Number of context tokens that needed no prefill: from the prefix cache, or prefilled once for several calls."""
     cached: int = 0
     """Number of tokens in the KV cache."""
     preempted: int = 0
-    """Number of rows that were parked before the step for want of memory."""
+    """Number of rows that were parked before the step because memory ran short."""
 
 
 class NativeActivity(Counts):
-    """Measures the native engine's steps, each of which is timed where it is made."""
+    """Measures the native engine's steps, each timed as it runs."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self._start = 0.0
-        """The time since which slots have not been counted."""
+        """Time up to which the slots' time is counted."""
         self._open: Span | None = None
 
     def begin(self) -> None:
@@ -74,7 +74,7 @@ class NativeActivity(Counts):
         self._open = self._open or (self._start, self._start)
 
     def end(self, step: DecodeStep) -> None:
-        """Note that ``step``, which began at the end of the one before, has given its tokens."""
+        """Note that ``step``, which began at the end of the step before, has produced its tokens."""
         end = self.clock()
         opened, before = self._open or (self._start, self._start)
         self._open = (opened, end)
@@ -93,36 +93,35 @@ class NativeActivity(Counts):
 
 
 class VllmActivity(Counts):
-    """The activity of vLLM, which steps for as long as it has a call and is not paused, and reports on each step
-    after it.
+    """Activity of vLLM, which makes steps while it has calls and is not paused, and reports after each step.
 
-    Prefilled tokens are those that a step computed beside one for each call that goes on: of an interrupted
-    call's context all but the last, and nothing of what is found in the prefix cache.
+    Prefilled tokens are all tokens of a step except one for each running call. The last token of an interrupted call's
+    context and tokens found in the prefix cache do not count.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self._since: float | None = None
-        """The time at which the open span starts; None while nothing computes."""
+        """Start time of the open span; None while nothing computes."""
         self._counted = 0.0
-        """The time up to which the slots of the open span are counted."""
+        """Time up to which the slots' time in the open span is counted."""
         self._last = 0.0
-        """The time of the last step, or of the moment when computing began again if that is later."""
+        """End time of the last step, or the time at which computing resumed if that is later."""
         self._goes_on = False
-        """True once a step was recorded since computing began."""
+        """True once a step was recorded since computing last began."""
         self._running = 0
         self._cached = 0
-        """Tokens of all calls that have some, their prompts' included."""
+        """Number of tokens of all calls that have a token, including their prompts."""
         self._inside = 0
-        """Trajectories that have a place in vLLM's memory, by its last step."""
+        """Number of trajectories in vLLM's KV cache at its last step."""
         self._cut = 0
-        """Trajectories whose cache an order cleared, as long as vLLM has not reported them as preempted."""
+        """Number of trajectories whose cache was cleared on request and that vLLM has not yet reported as preempted."""
 
     def running(self, calls: int, *, halted: bool = False) -> None:
-        """Set how many calls vLLM has from now on; they compute unless it is ``halted``."""
+        """Set the number of calls that vLLM has from now on; it computes them unless ``halted``."""
         now = self.clock()
         self._count_slots(now)
-        self._cut = min(self._cut, calls)  # it never tells of those that were aborted before they went on
+        self._cut = min(self._cut, calls)  # vLLM reports no preemption of calls that were aborted before they resumed
         if halted:
             calls = 0
         self._running = calls
@@ -134,15 +133,15 @@ class VllmActivity(Counts):
             self._since = None
 
     def interrupted(self) -> None:
-        """Note that an order cleared the cache of all calls; vLLM reports that as a preemption, too."""
+        """Note that the cache of all calls was cleared on request; vLLM will report that as preemptions."""
         self._cut += self._inside
         self._inside = 0
 
     def step(self, scheduler: Any, iteration: Any) -> None:
         """Record a step of vLLM from its ``SchedulerStats`` and ``IterationStats``, either of which may be None.
 
-        A step lasts from the end of the one before to its own end, by vLLM's clock, if a call has tokens of both.
-        If none has, or the engine was halted in between (vLLM's times would include the halt), it ends at this call.
+        A step lasts from the end of the step before to its own end, by vLLM's clock, if a call got tokens in both.
+        Otherwise, or if the engine was halted in between (vLLM's times would include the halt), it ends now.
         """
         details = getattr(scheduler, "iteration_details", None)
         active, latencies = 0, []
@@ -164,16 +163,16 @@ class VllmActivity(Counts):
         seconds = min(latencies) if latencies and self._goes_on else now - self._last
         self._last, self._goes_on = now, True
         prefilled = details.num_ctx_tokens + details.num_generation_tokens - details.num_generation_requests
-        if active or prefilled:  # else all that it was for have been aborted meanwhile
-            # The last token of each is not among its keys and values yet.
+        if active or prefilled:  # else all calls of the step have been aborted meanwhile
+            # The KV cache does not have the last token of each call yet.
             self._count(active=active, prefilled=prefilled, seconds=seconds, cached=self._cached - active)
 
     def ended(self, tokens: int) -> None:
-        """Note that a call ended with ``tokens`` tokens, its prompt's included; 0 if it never got a token."""
+        """Note that a call ended with ``tokens`` tokens, including its prompt; 0 if it never got a token."""
         self._cached -= tokens
 
     def stat_logger(self, *_: Any) -> Any:
-        """Make the stat logger that vLLM calls behind each step."""
+        """Make the stat logger that vLLM calls after each step."""
 
         def record(scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             self.step(scheduler_stats, iteration_stats)

@@ -1,15 +1,14 @@
-"""The batch: the calls that decode, each in a row, and what a step does with them.
+"""The batch: the calls that decode, each in a row, and the steps over them.
 
     waiting calls ─StepAdmission─▶ run: one pass over rows and contexts ─▶ sample ─▶ ended ─▶ take_out
                                         ▲                                                        │
                             KeptContexts┘◀───────────── contexts that go on later ───────────────┘
 
-A step is launched, and its tokens are read: at once on a CPU, behind the launch of the next step where the device works
-beside this thread (`DeviceKind.runs_ahead`). Rows know how many tokens they will have, so that the next step needs none
-of them but on the device, where they are. A row that ended is found one step late then: what was sampled for it beyond
-its end is dropped.
+A step is launched, and then its tokens are read: at once on a CPU, after the launch of the next step on a device that
+works asynchronously (`DeviceKind.runs_ahead`). The next step needs the tokens only on the device, and rows know how
+many tokens they will have. The end of a row is then noticed one step late: tokens sampled beyond its end are dropped.
 
-It decides nothing: who starts, who is parked and what becomes of a call is the core's.
+The batch decides nothing: the core decides which calls start, are parked or end.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from headway.engines.rollout.native.step_attention import PrefillContext, Shared
 from headway.engines.rollout.scheduler import RequestState, not_finite, uniforms
 
 ALIKE = 32
-"""Difference in length below which rows count as equal: to attend to so few positions costs less than to move a row."""
+"""Difference in length below which rows count as equal: attending to so few positions is cheaper than moving a row."""
 
 
 class DecodeRows:
-    """Decoding rows as a struct of arrays over the slots, so that a step touches Python once per batch.
+    """Decoding rows as a struct of arrays over the slots, so that a step runs Python once per batch.
 
-    Rows 0..active-1 decode. New rows are added at the end, and all grow at the same pace. Where a row has finished, the
-    last one takes its place; where the rows are ``ordered``, a few of those behind it move up instead, so that long
-    rows stay in front and neighbours, which attend together (see `blocks_of`), are of similar length.
+    Rows 0..active-1 decode. New rows are added at the end, and all rows grow at the same pace. The last row takes the
+    place of a finished one. If the rows are ``ordered``, a few of the rows after it move up instead, so that long rows
+    stay in front and neighbours, which attend together (see `blocks_of`), have similar lengths.
     """
 
     def __init__(self, slots: int, max_context: int, *, ordered: bool = False) -> None:
@@ -49,13 +48,13 @@ class DecodeRows:
         self._ordered = ordered
         self.runs: list[RequestState] = []
         self.tokens = np.zeros(slots, np.int64)
-        """The last token that was read; -2, which stops nothing, where there is none since the row was added."""
+        """Last token of each row that was read; -2, which stops nothing, before the first one."""
         self.lengths = np.zeros(slots, np.int64)
-        """Tokens of each row in the KV cache, once all that was launched is done."""
+        """Number of tokens of each row in the KV cache once all launched steps are done."""
         self.sampled = np.zeros(slots, np.int64)
-        """Tokens of each row's call, those included that were launched and not read."""
+        """Number of sampled tokens of each row's call, including those launched and not yet read."""
         self.changed = False
-        """True where rows were added, removed or moved since the last step was launched."""
+        """True if rows were added, removed or moved since the last step was launched."""
         self._written = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._keys = np.zeros(slots, np.uint64)
@@ -74,11 +73,11 @@ class DecodeRows:
         return int(self.lengths[: self.active].sum())
 
     def add(self, run: RequestState) -> None:
-        """Occupy the next row; its context is (about to be) in the cache's row of the same number."""
+        """Occupy the next row. Its context is, or is about to be, in the cache's row of the same number."""
         row, written = self.active, len(run.written.ids)
         self.runs.append(run)
         self.changed = True
-        self.tokens[row] = -2  # not -1, which stands in the unused places of `_stops`
+        self.tokens[row] = -2  # not -1, which fills the unused places of `_stops`
         self.lengths[row] = len(run.request.input_ids) + written
         self._written[row] = self.sampled[row] = written
         self._limits[row] = run.limit
@@ -90,35 +89,35 @@ class DecodeRows:
 
     @property
     def complete(self) -> bool:
-        """True where every row's last token was launched."""
+        """True if the last token of every row was launched."""
         return bool((self.sampled[: self.active] >= self._limits[: self.active]).all())
 
     def written(self, row: int) -> int:
-        """Number of tokens of ``row``'s call that were read."""
+        """Return the number of tokens of ``row``'s call that were read."""
         return int(self._written[row])
 
     def context(self, row: int) -> NDArray[np.int64]:
-        """[T] the tokens of ``row`` that the KV cache has: all but the last that was read."""
+        """Return the tokens [T] of ``row`` in the KV cache: all but the last one that was read."""
         given = self.runs[row].request.input_ids
         return np.concatenate([given, self._ids[row, : self._written[row] - 1]], dtype=np.int64)
 
     def tail(self, row: int, count: int) -> NDArray[np.int32]:
-        """The last tokens that a row's call has sampled, at most ``count``."""
+        """Return the last tokens that a row's call has sampled, at most ``count``."""
         end = int(self._written[row])
         return self._ids[row, max(0, end - count) : end]
 
     def uniforms(self, steps: int) -> NDArray[np.float64]:
-        """[steps, A] one uniform for each row's next tokens."""
+        """Return uniforms [steps, A], one for each of each row's next tokens."""
         return uniforms(self._keys[: self.active], self.sampled[: self.active] + np.arange(steps)[:, None])
 
     def launched(self, decoding: int) -> None:
-        """Every row gets a token in a step; the first ``decoding`` have their last one in the cache."""
+        """Note that a step with a token per row was launched, which caches the last token of ``decoding`` rows."""
         self.changed = False
         self.lengths[:decoding] += 1
         self.sampled[: self.active] += 1
 
     def places(self, runs: Sequence[RequestState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows whose calls are among the ``runs`` of a step, and their places in it."""
+        """Return the rows whose calls are among the ``runs`` of a step, and their indices in ``runs``."""
         where = {run: place for place, run in enumerate(runs)}
         found = [(row, where[run]) for row, run in enumerate(self.runs) if run in where]
         rows, places = np.array(found, np.int64).reshape(-1, 2).T.copy()
@@ -136,7 +135,7 @@ class DecodeRows:
         self._written[rows] = at + 1
 
     def ended(self) -> list[tuple[int, FinishReason]]:
-        """Rows that just got their last token, and why; the last row first, as `remove` needs them."""
+        """Return the rows that just got their last token, and why it is the last; last row first, as `remove` needs."""
         a = self.active
         stopped = (self._stops[:a] == self.tokens[:a, None]).any(1)
         over = stopped | (self._written[:a] >= self._limits[:a])
@@ -145,7 +144,7 @@ class DecodeRows:
         ]
 
     def remove(self, row: int) -> tuple[RequestState, list[tuple[int, int]]]:
-        """Free ``row``, which rows behind it take.
+        """Free ``row``, into which later rows move.
 
         Returns the call, its ``written`` up to date, and the rows that moved, as (from, to), in this order.
         """
@@ -166,16 +165,16 @@ class DecodeRows:
         return run, moves
 
     def _next(self, free: int) -> int:
-        """The row that moves to a ``free`` one: the last that is hardly shorter than the longest behind it.
+        """Return the row to move into the ``free`` one: the last that is about as long as the longest row after it.
 
-        The last of all where both are among the same `BLOCK_ROWS`, which attend together whatever their order.
+        If the last row of all is in the same block of `BLOCK_ROWS`, which attend together in any order, it is that one.
         """
         last = self.active - 1
         if not self._ordered or free // BLOCK_ROWS == last // BLOCK_ROWS:
             return last
         behind = self.lengths[free + 1 : self.active]
         longest = int(behind.max())
-        # In order of length: in any other, blocks of neighbours read 1.89 times what the rows have, and so 1.09 times.
+        # In order of length, blocks of neighbours read 1.09 times the rows' positions; in another order 1.89 times.
         return free + 1 + int(np.flatnonzero(behind >= longest - max(longest // 10, ALIKE))[-1])
 
     def _move(self, source: int, target: int) -> None:
@@ -197,32 +196,32 @@ class DecodeRows:
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A step whose tokens the host has not read."""
+    """A launched step whose tokens the host has not read."""
 
     version: int
-    """Version of the weights that sampled."""
+    """Version of the weights that sampled the tokens."""
     runs: list[RequestState]
     """Calls that get a token, by row."""
     starting: Sequence[RequestState]
-    """Calls that get their first token, or the first since they were parked."""
+    """Calls that get their first token, or their first token since they were parked."""
     record: DecodeStep
     read: Callable[[], list[NDArray[Any]]]
-    """Waits for the step, and returns its tokens [A] and their log-probs [A]."""
+    """Function that waits for the step, and returns its tokens [A] and their log-probs [A]."""
 
 
 UNIFORMS_AHEAD = 16
-"""Steps whose uniform numbers are computed and brought at once, for as long as the batch does not change."""
+"""Number of steps whose uniforms are computed and copied to the device at once; discarded when the batch changes."""
 KEPT_SHARE = 8
-"""One in so many tokens of the KV cache's memory may be taken beside it, for prefills that calls wait for."""
+"""Kept prefills may take 1/KEPT_SHARE of the KV cache's size, in additional memory."""
 
 
 class DecodeBatch:
-    """The rows, with all that belongs to them: keys and values, tokens seen, and contexts kept for other calls."""
+    """The rows and their state: keys and values, tokens seen, and contexts kept for other calls."""
 
     def __init__(
         self, name: str, runner: ModelRunner, max_batched_tokens: int, decode: Callable[[Sequence[int]], str]
     ) -> None:
-        """``name``: of the replica, for messages. The rest is `EngineCore`'s."""
+        """Set up. ``name``: name of the replica in messages. For the other arguments see `EngineCore`."""
         slots, max_context = runner.slots, runner.max_context
         self.rows = DecodeRows(slots, max_context, ordered=runner.device.type == "cpu")
         self.contexts = KeptContexts(runner.cache.tree, max(max_context, runner.cache.tokens // KEPT_SHARE))
@@ -234,16 +233,16 @@ class DecodeBatch:
         self._looks_for_text = False
         """True once a call with stop strings has started."""
         self._unread: deque[LaunchedStep] = deque()
-        """Steps whose tokens have not been read, the oldest first."""
+        """Launched steps whose tokens have not been read, oldest first."""
         self._last: Sequence[RequestState] = ()
         """Calls that get a token in the last launched step."""
-        # What the steps read on the device, of the rows as they were when the last one was launched.
+        # The steps' inputs on the device, for the rows as they were at the last launch.
         self._tokens = torch.empty(0, dtype=torch.int64, device=runner.device)
         self._lengths = self._penalised = self._tokens
         self._uniforms = deque[torch.Tensor]()
         self._sampling = BatchSampling()
         self._bars = False
-        """True where the stop tokens of a row are barred: it may not stop yet."""
+        """True if a row has its stop tokens barred: it may not stop yet."""
 
     @property
     def active(self) -> int:
@@ -254,15 +253,15 @@ class DecodeBatch:
 
     @property
     def fits(self) -> bool:
-        """True where there is memory for every row's next token."""
+        """True if there is memory for every row's next token."""
         return self._runner.cache.fits(self.active, self._longest + 1)
 
     def make_room(self) -> None:
-        """Make room for every row's next token, which `fits`."""
+        """Make room for every row's next token. Requires `fits`."""
         self._runner.cache.reserve(self.active, self._longest + 1, self.rows.lengths[: self.active])
 
     def renew(self, *, in_place: bool) -> None:
-        """Clear caches, as new weights are served; ``in_place``: open episodes keep theirs."""
+        """Clear the caches for new weights. ``in_place``: open episodes keep their keys and values."""
         self._prompts.renew()
         self.contexts.clear(in_place=in_place)
 
@@ -274,7 +273,7 @@ class DecodeBatch:
     # ------------------------------------------------------------------------------------- a step
 
     def admission(self) -> StepAdmission:
-        """Admission to the next step, as it is now."""
+        """Return the admission to the next step, given the current rows."""
         return StepAdmission(
             rows=self.active,
             positions=self._longest + 1,
@@ -284,9 +283,9 @@ class DecodeBatch:
         )
 
     def launch(self, admission: StepAdmission, version: int, record: DecodeStep) -> None:
-        """One forward pass over all rows and the contexts of the calls that start, which get the next rows.
+        """Launch one forward pass over all rows and the contexts of starting calls, which get the next rows.
 
-        A token of ``version`` is sampled for every row, those that start last. Nothing waits for the device.
+        A token of ``version`` is sampled for every row; rows that start come last. Nothing waits for the device.
         """
         decoding = self.active
         starting = admission.starting
@@ -299,7 +298,7 @@ class DecodeBatch:
         ]
         tokens, positions, lengths = self._tokens, self._lengths, self.rows.lengths[:decoding]
         if starting:
-            positions = positions[:decoding]  # a view: what is added below counts in `self._lengths`, too
+            positions = positions[:decoding]  # a view: additions below also change `self._lengths`
         prompts = self._prompts.of(decoding) if self._runner.shares else ()
         decoded, prefilled = self._runner.step(tokens, positions, lengths, contexts, prompts)
         # After the step, which stores each row's token at the length from before it.
@@ -307,7 +306,7 @@ class DecodeBatch:
         self.rows.launched(decoding)
         logits = [decoded] if decoding else []
         if starting:
-            # After the contexts were gathered: making room may take the blocks in which they were found.
+            # After the contexts were gathered: making room may evict the blocks in which they were found.
             self._runner.cache.reserve(self.active, admission.positions, self.rows.lengths[:decoding])
             for share, result in zip(missing, prefilled, strict=True):
                 share.prefilled = result
@@ -324,13 +323,13 @@ class DecodeBatch:
 
     @property
     def unread(self) -> int:
-        """Number of steps that were launched and not read."""
+        """Number of launched steps whose tokens were not read."""
         return len(self._unread)
 
     def _bring(self, decoding: int, contexts: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
-        """Bring to the device what has changed of the rows' numbers, by one copy, and the tokens of ``contexts``.
+        """Copy the rows' changed numbers and the tokens of ``contexts`` to the device, in one copy.
 
-        The first ``decoding`` rows were in the last step, whose tokens are there and are put in the rows' order.
+        The first ``decoding`` rows were in the last step: its tokens are on the device, and are put in the rows' order.
         """
         rows, arrays = self.rows, dict[str, NDArray[Any]]()
         if changed := self._bars or rows.changed:
@@ -341,13 +340,13 @@ class DecodeBatch:
             arrays |= BatchSampling.numbers(params, self._runner.vocabulary, rows.sampled)
         elif self._uniforms:
             return []  # calls that start change the rows
-        # For many steps at once: in each of them they cost a step on a CPU more Python than it had before it ran ahead.
+        # For many steps at once: computed in each step, they cost more Python than the rest of a step on a CPU.
         arrays["uniforms"] = rows.uniforms(UNIFORMS_AHEAD)
         brought = to_device([*arrays.values(), *contexts], self._runner.device)
         numbers = dict(zip(arrays, brought, strict=False))
         self._uniforms = deque(numbers.pop("uniforms"))
         if changed:
-            # Rows that start have no place in it: their first token is sampled from their prefill.
+            # Rows that start are not in it: their first token is sampled from their prefill.
             self._tokens = self._tokens.index_select(0, numbers.pop("places"))
             self._lengths, self._penalised = numbers.pop("lengths"), numbers.pop("penalised")
             self._sampling = BatchSampling(**numbers)
@@ -355,10 +354,10 @@ class DecodeBatch:
         return brought[len(arrays) :]
 
     def read(self, clock: Callable[[], float]) -> tuple[DecodeStep, float, list[tuple[RequestState, FinishReason]]]:
-        """Wait for the tokens of the oldest step that was not read, and record those of rows that are still active.
+        """Read the tokens of the oldest unread step, waiting for it, and record those of rows that are still active.
 
-        Returns the step's record, when it was read by ``clock``, and the calls that have ended, whose rows are free.
-        Raises what `not_finite` returns.
+        Returns the step's record, the time of reading by ``clock``, and the calls that have ended, whose rows are free.
+        Raises `NonFinite` for log-probs that are not finite.
         """
         step = self._unread[0]
         tokens, logprobs = step.read()
@@ -366,7 +365,7 @@ class DecodeBatch:
             rows = at = np.arange(self.active)
         else:
             rows, at = self.rows.places(step.runs)
-        if not np.isfinite(logprobs[at]).all():  # stays: found again where a command was told, not the loop of steps
+        if not np.isfinite(logprobs[at]).all():  # the step stays unread: reading it again raises again
             raise not_finite(self._name, step.version)
         self._unread.popleft()
         self.rows.record(rows, tokens[at], logprobs[at], step.version)
@@ -375,11 +374,11 @@ class DecodeBatch:
             if run.started is None:
                 run.started, run.oldest_version = now, step.version
         step.record.active = len(rows)
-        # `_ended` has the last row first: rows behind one that is taken out move up, and must not end later.
+        # `_ended` has the last row first: later rows move up when one is removed, and must not end after that.
         return step.record, now, [(self.remove(row, keep=True), reason) for row, reason in self._ended()]
 
     def _ended(self) -> list[tuple[int, FinishReason]]:
-        """Rows that just got their last token, and why; the last row first."""
+        """Return the rows that just got their last token, and why it is the last; last row first."""
         ended = dict(self.rows.ended())
         for row, run in enumerate(self.rows.runs) if self._looks_for_text else ():
             sampling = run.request.sampling
@@ -391,7 +390,7 @@ class DecodeBatch:
         return sorted(ended.items(), reverse=True)
 
     def remove(self, row: int, *, keep: bool = False) -> RequestState:
-        """Free a row; rows behind it move up, in the cache too. ``keep`` its context if its episode may call again."""
+        """Free a row; later rows move up, also in the cache. ``keep`` its context if its episode may call again."""
         cache, shared = self._runner.cache, self.contexts.end(self.rows.runs[row])
         kept = None
         if keep and shared is not None:
@@ -408,7 +407,7 @@ class DecodeBatch:
         return run
 
     def _start(self, admission: StepAdmission, first: int, step: DecodeStep) -> torch.Tensor:
-        """Give rows from the ``first`` on their contexts in the cache; logits [S, V] of their next tokens."""
+        """Write the contexts of the rows from ``first`` on into the cache. Returns next-token logits [S, V]."""
         logits: list[torch.Tensor] = []
         for share in admission.shares.values():
             assert share.prefilled is not None

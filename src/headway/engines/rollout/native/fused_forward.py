@@ -1,9 +1,9 @@
 """A faster forward pass for Llama, Mistral, Qwen2 and Qwen3: the same arithmetic in fewer, larger operations.
 
 At a few million parameters, a decoding step of the module spends a third of its time between operations. Here q, k, v
-and gate, up are one matrix product each, keys and values are stored in one write, and residuals are added by the
-product that makes them. The module's own parameters become views of the joined matrices. What is derived from them is
-derived again by `refresh`: on a CPU the larger matrices have a second copy, see `Projection`.
+and gate, up are one matrix product each, keys and values are stored in one write, and products add the residuals. The
+module's own parameters become views of the joined matrices. `refresh` updates everything derived from them: on a CPU
+the larger matrices have a second copy, see `Projection`.
 
 Shape suffixes: N tokens, A decoding rows, C contexts, H query heads, K key-value heads,
 D head_dim.
@@ -43,7 +43,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Tell whether there are kernels for packed weights here, and they would be faster."""
+    """Tell whether kernels for packed weights exist here and would be faster for ``weight``."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in _DTYPES
@@ -56,12 +56,12 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class Projection:
-    """The map x ↦ x · Wᵀ (+ b), with W [out, in] and b [out] read anew after each `refresh`.
+    """Linear map x ↦ x · Wᵀ (+ b), with W [out, in] and b [out] read again at each `refresh`.
 
-    A decoding step multiplies a few rows by every weight of the model. The usual product first brings the weights into
-    the order in which its kernel reads them, which then costs as much as the product itself. oneDNN takes weights that
-    are in that order already: 1.2 to 2.8 times as fast from half a million weights on, and a row's result depends less
-    on the number of rows beside it. The copy takes the weights' memory once more, and is made anew after each update.
+    A decoding step multiplies a few rows by every weight of the model. The usual product first reorders the weights for
+    its kernel, which costs as much as the product itself. oneDNN accepts reordered weights: this is 1.2 to 2.8 times as
+    fast from half a million weights on, and a row's result depends less on the number of other rows. The reordered copy
+    takes the weights' memory once more, and is rebuilt after each update.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -86,12 +86,12 @@ class Projection:
         return out
 
     def refresh(self) -> None:
-        """The weights were written."""
+        """Note that the weights were written."""
         if self._packs:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight.detach())
 
     def release(self) -> None:
-        """Give the copy's memory back until the next `refresh`."""
+        """Free the copy until the next `refresh`."""
         self._packed = None
 
 
@@ -99,13 +99,13 @@ class RmsNorm:
     """(x [.., D], weight, broadcast against x) ↦ x / √(mean(x²) + ε) · weight, over the last dimension.
 
     RMSNorm (Zhang & Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019, eq. 4) in few operations. On GPUs
-    PyTorch has one kernel for it. On CPUs its ``rms_norm`` is made of nine operations, and at a few rows the time of an
-    operation is its call.
+    PyTorch has one kernel for it. On CPUs its ``rms_norm`` consists of nine operations, and at a few rows the call
+    overhead dominates.
     """
 
     def __init__(self, eps: float, device: torch.device, dtype: torch.dtype) -> None:
         self._eps = eps
-        # In lower precision the sum of squares has to be taken in another dtype than x's: left to PyTorch.
+        # Left to PyTorch: lower precision needs another dtype than x's for the sum of squares.
         self._by_hand = device.type == "cpu" and dtype == torch.float32
         self._eps_tensor = torch.tensor([eps], dtype=dtype, device=device)
 
@@ -121,26 +121,24 @@ logger = logging.getLogger(__name__)
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _FIXED_ROPE = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
-"""Kinds of rotary embedding whose angles depend on the position alone: within the contexts that `prepare` lets through.
-"""
+"""Kinds of rotary embedding whose angles depend only on the position, within the contexts that `prepare` allows."""
 
 _TOLERANCE = {torch.float32: 1e-4}
-"""The difference of logits that is allowed, relative to the largest. In the 8 bits of bfloat16 the module itself is up
-to 2⁻⁶ from what its weights give in float32, and another order of the same operations differs from it by as much.
-"""
+"""Allowed difference of logits, relative to the largest. With the 8 bits of bfloat16 the module itself is up to 2⁻⁶
+off the float32 result of its weights, and another order of the same operations differs from it by as much."""
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
-"""(layer, queries, keys and values [N, H + 2K, D]) → [N, H·D]."""
+"""Function of (layer, queries, keys and values [N, H + 2K, D]) that returns [N, H·D]."""
 
 
 def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
-    """The fused forward where it is known to equal the module, else the module itself."""
+    """Return the fused forward pass if a trial shows that it equals the module's, else the module's own."""
     config = model.config
     check_kind(config, max_context)
     windows = Windows.of(config, max_context)
     module = ModuleForward(model, max_context, windows)
-    # Shorter in the trial, whose contexts would fill no window of a model's own size.
-    # A kernel that ignores windows was taken for right.
+    # Shorter windows in the trial: its contexts would not fill the model's own windows.
+    # With the model's own windows, the trial passed a kernel that ignores windows.
     tried = windows if windows.size is None else replace(windows, size=min(windows.size, 3))
     try:
         expected = _brief_logits(ModuleForward(model, max_context, tried), model, tried, max_context)
@@ -172,7 +170,7 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
 
 
 def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int) -> torch.Tensor:
-    """Logits [4, V] of a short prefill of two contexts, in two parts, and of one token decoded behind each."""
+    """Return the logits [4, V] of a short prefill of two contexts, in two parts, and of a token decoded after each."""
     length = min(8, max_context - 1)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(2 * length, device=model.device) * 7919 % vocabulary).view(2, length)
@@ -194,12 +192,12 @@ def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windo
 
 
 class _HeadNorms:
-    """The norms of queries and keys, by one product."""
+    """Norms of queries and keys, in one product."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, heads: int, kv_heads: int) -> None:
         self.weights = query.detach().expand(heads, -1), key.detach().expand(kv_heads, -1)
         self.joint = torch.cat(self.weights)
-        """[H + K, D], of the weights at the last `refresh`."""
+        """Copy [H + K, D] of the weights at the last `refresh`."""
 
     def refresh(self) -> None:
         torch.cat(self.weights, out=self.joint)  # not another tensor: a recorded step reads the old one's memory
@@ -223,7 +221,7 @@ def _with_fillers(parts: Sequence[torch.Tensor], fillers: int) -> torch.Tensor:
 
 
 class FusedForward:
-    """`PolicyForward` of the Llama family. Repacks the module's parameters: its projections become views."""
+    """`PolicyForward` of the Llama family. Repacks the module's parameters: they become views of joint matrices."""
 
     recordable = True
 
@@ -249,7 +247,7 @@ class FusedForward:
             self._cos, self._sin = self._rotation(decoder.rotary_emb, max_context, model)
 
     def attend_within(self, windows: Windows, max_context: int) -> None:
-        """Have layers attend within ``windows`` from now on, which are of the same layers as before."""
+        """Have layers attend within ``windows`` from now on; the same layers as before have to be windowed."""
         self.shape = replace(self.shape, windows=windows)
         self._blocks = PrefillBlocks(windows, max_context, self.shape.dtype, self._cos.device)
 
@@ -297,14 +295,14 @@ class FusedForward:
             projection.release()
 
     def _run(self, tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states [N, hidden] before the final norm, of ``tokens`` [N]; ``cos``, ``sin`` [N, 1, D]."""
+        """Return the hidden states [N, hidden] of ``tokens`` [N] before the final norm; ``cos``, ``sin`` [N, 1, D]."""
         x = F.embedding(tokens, self._embedding.weight)
         rotated, half = self.shape.heads + self.shape.kv_heads, self.shape.head_dim // 2
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(tokens), -1, self.shape.head_dim)
             to_rotate = qkv[:, :rotated]
             qk = to_rotate if layer.head_norms is None else self._norm(to_rotate, layer.head_norms.joint)
-            # The right-hand side's operands are copies when the product is written over what they were made of.
+            # The right-hand side's operands are copies, so that the product may overwrite their source.
             torch.addcmul(qk * cos, qk.roll(half, -1), sin, out=to_rotate)
             x = layer.out.added_to(x, attend(index, qkv))
             gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
@@ -314,7 +312,7 @@ class FusedForward:
     def _rotation(
         self, rotary: nn.Module, max_context: int, model: PreTrainedModel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The module's own cosines and sines, [max_context, 1, D]; the sine signed for the swapped halves."""
+        """Return the module's cosines and sines, [max_context, 1, D]; sines have the sign for the swapped halves."""
         like = torch.empty(1, dtype=model.dtype, device=model.device)
         cos, sin = rotary(like, torch.arange(max_context, device=model.device).unsqueeze(0))
         cos, sin = (table[0].unsqueeze(1).clone() for table in (cos, sin))  # copies: the sine is changed in place
@@ -339,7 +337,7 @@ def _pack(layer: Any, heads: int, kv_heads: int) -> _FusedLayer:
 
 
 def _joint(*linears: nn.Linear) -> Projection:
-    """Several linear layers of one input as one projection, whose weights their parameters view."""
+    """Join linear layers with the same input into one projection; their parameters become views of its weights."""
     weight = _share([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return Projection(weight, _share(biases) if biases else None)
@@ -350,8 +348,7 @@ def _share(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         return parameters[0].detach()
     joint = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, joint.split([len(p) for p in parameters]), strict=True):
-        # A view, so that what an update writes into the parameter is in the joint matrix. What is a copy of it (packed
-        # weights, joint norms) has to be made again by `refresh`, or the engine goes on with the old version's: that is
-        # what the probe of an update is there to notice.
+        # A view, so that an update of the parameter is in the joint matrix. `refresh` has to renew all copies (packed
+        # weights, joint norms), or the engine goes on with the old version; the probe of an update would notice that.
         parameter.data = part
     return joint

@@ -1,12 +1,12 @@
-"""The KV cache: one row per decoding slot, keys and values side by side, all rows as long as the longest needs.
+"""The KV cache: one row per decoding slot, with keys and values side by side. All rows have the same length.
 
     [layers, rows, 2·kv_heads, room, head_dim]        heads 0..kv_heads-1 are keys, the rest are values
     [layers, blocks, 2·kv_heads, BLOCK, head_dim]     the same memory from its end
 
-Rows 0..active-1 are in use, so that what attention reads is a view and finished rows cost nothing. The memory is taken
-once, for so many tokens; how they are divided into rows and room changes with what decodes: many short rows or few long
-ones. Rows move when it does, within that memory, once in ``room_step`` tokens at most. What rows leave of it holds
-blocks of contexts that do not decode (see `prefix_cache`), the first block at the memory's end.
+Rows 0..active-1 are in use, so that attention reads a view and finished rows cost nothing. The memory is allocated
+once, for a fixed number of tokens. Its division into rows of ``room`` positions changes: many short rows, or few long
+ones. Rows then move within the memory, at most once in ``room_step`` tokens. The rest of the memory holds blocks of
+contexts that do not decode (see `prefix_cache`), with the first block at the memory's end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from headway.engines.rollout.native.prefix_cache import BLOCK, Found, Ids, Prefi
 from headway.engines.rollout.native.supported_models import KvGeometry
 
 ROOM_STEP = 64
-"""Number of positions by which rows are lengthened at a time, unless more is asked for."""
+"""Least number of positions by which rows are lengthened at a time."""
 
 
 def enough(slots: int, context: int) -> int:
-    """Tokens of a cache in which each of ``slots`` contexts has a place, be it in a row or in blocks."""
+    """Return the number of tokens of a cache that fits ``slots`` contexts of ``context`` tokens, in rows or blocks."""
     return slots * -(-context // BLOCK) * BLOCK
 
 
 class SlotCache:
-    """Owns the cache's memory and knows how rows are written, filled and moved."""
+    """Owns the cache's memory; writes, fills and moves rows."""
 
     def __init__(
         self,
@@ -55,19 +55,19 @@ class SlotCache:
         self.context = context
         self.tokens = enough(slots, context) if tokens is None else tokens
         self.tree = PrefixCache()
-        """The blocks at the memory's end and what each holds; `rows` do not reach them."""
+        """The blocks at the memory's end and their contents; `rows` do not reach them."""
         self._room_step, self._least_rows = room_step, least_rows
         self._dtype, self._device = dtype, device
         self._heads = 2 * geometry.kv_heads
         self.allocate()
 
     def allocate(self) -> None:
-        # Zeros, not garbage: attention reads masked positions too, and 0 · NaN would not be 0. What rows leave behind
-        # when they move is finite.
+        # Zeros, not garbage: attention also reads masked positions, and 0 · NaN is not 0. Values left over from rows
+        # that moved are finite.
         g = self.geometry
         shape = (g.layers, self.tokens * self._heads * g.head_dim)
         rows = torch.arange(self.slots, device=self._device).unsqueeze(1)
-        # Made once: recorded steps read it, however the memory is divided when they are replayed.
+        # Made once: recorded steps read it at every replay, even after the memory is divided anew.
         self._places = rows * self._heads + torch.arange(self._heads, device=self._device)
         self.bounds = torch.arange(self.slots + 1, dtype=torch.int32, device=self._device)
         """[slots + 1] 0, 1, 2, …"""
@@ -78,23 +78,23 @@ class SlotCache:
         self._divide(self._rounded(1))
 
     def release(self) -> None:
-        """Give the memory back; every row and block is lost. `allocate` brings it back."""
-        # All views with it: one that is left would hold the memory.
+        """Free the memory; every row and block is lost. `allocate` takes it again."""
+        # All views, too: a single one would keep the memory.
         del self._kv, self._rows, self._layers, self._flat, self._places, self._blocks, self.bounds
 
     def fits(self, rows: int, positions: int) -> bool:
-        """Tell whether there is memory for so many rows, the longest of ``positions``."""
+        """Tell whether there is memory for ``rows`` rows, the longest with ``positions`` positions."""
         return rows * self._rounded(positions) <= self.tokens
 
     @property
     def rows(self) -> int:
-        """Rows that there are, as the memory is divided."""
+        """Number of rows in the current division of the memory."""
         return min(self.slots, (self.tokens - self.tree.top * BLOCK) // self.room)
 
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
-        """Divide the memory so that ``rows`` rows have room for ``positions``, which `fits`.
+        """Divide the memory into ``rows`` rows with room for ``positions``. Requires `fits`.
 
-        The rows that are in use keep what they hold, ``lengths`` [A] positions each. Blocks give way to them.
+        The rows in use keep their ``lengths`` [A] positions. Blocks make room for rows.
         """
         needed = self._room_for(rows, positions)
         if len(self.tree):
@@ -103,43 +103,40 @@ class SlotCache:
             return
         before, room = self._rows, self.room
         self._divide(needed)
-        # Front to back if rows get shorter, else back to front: no row is written over before it has moved.
+        # Front to back if rows get shorter, else back to front: no row is overwritten before it has moved.
         order = range(len(lengths)) if needed < room else reversed(range(len(lengths)))
         for row in order:
             length = int(lengths[row])
-            # By way of a copy: a row's old and new place may overlap, and `copy_` reads what it has written then.
+            # Through a copy: a row's old and new place may overlap, and `copy_` would read its own output.
             self._rows[:, row, :, :length] = before[:, row, :, :length].clone()
 
     def addresses(self, lengths: torch.Tensor) -> torch.Tensor:
-        """[A, 2·kv_heads] where rows 0..A-1 store their next token, given ``lengths`` [A]; for `append`."""
+        """Return the addresses [A, 2·kv_heads] of the next token of rows 0..A-1 with ``lengths`` [A], for `append`."""
         return self._places[: len(lengths)] * self.room + lengths.unsqueeze(1)
 
     def append(self, layer: int, addresses: torch.Tensor, kv: torch.Tensor) -> None:
         """Store one token's keys and values [A, 2·kv_heads, head_dim] in rows 0..A-1."""
-        # One operation for all rows: a copy for each would be most of the time of a small step.
+        # One operation for all rows: a copy per row would take most of the time of a small step.
         self._flat[layer][addresses] = kv
 
     def view(self, layer: int, start: int, stop: int, span: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [stop - start, kv_heads, span, head_dim] of rows start..stop-1, from position ``first`` on.
-
-        They are views.
-        """
+        """View keys and values [stop - start, kv_heads, span, head_dim] of rows start..stop-1, from ``first`` on."""
         rows = self._layers[layer][start:stop, :, first : first + span]
         return rows[:, : self.geometry.kv_heads], rows[:, self.geometry.kv_heads :]
 
     @property
     def row_stride(self) -> int:
-        """Positions from the beginning of a row to that of the next, in `in_line`."""
+        """Number of positions from the start of one row to the start of the next, in `in_line`."""
         return self._heads * self.room
 
     def in_line(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [positions, kv_heads, head_dim] of all rows, one behind the other, as views.
+        """View keys and values [positions, kv_heads, head_dim] of all rows, one after the other.
 
-        Those of row r begin at r · `row_stride`. Between the end of a row and the beginning of the next are positions
-        of other heads: who reads has to keep to each row's length.
+        Row r begins at r · `row_stride`. Between two rows are positions of other heads: readers have to respect each
+        row's length.
         """
         g, flat = self.geometry, self._flat[layer]
-        # So many that the last position of the last row is there, in the last head, too.
+        # Enough positions for the last position of the last row, in the last head, too.
         positions = len(flat) - (self._heads - 1) * self.room
         size, stride = (positions, g.kv_heads, g.head_dim), (g.head_dim, self.room * g.head_dim, 1)
         first = flat.storage_offset()
@@ -157,12 +154,12 @@ class SlotCache:
         self._rows[:, target, :, :length] = self._rows[:, source, :, :length]
 
     def read(self, row: int, length: int) -> torch.Tensor:
-        """A copy of the keys and values [layers, 2·kv_heads, length, head_dim] at the start of ``row``."""
+        """Copy the keys and values [layers, 2·kv_heads, length, head_dim] at the start of ``row``."""
         copy: torch.Tensor = self._rows[:, row, :, :length].clone()
         return copy
 
     def gather(self, found: Found) -> torch.Tensor | None:
-        """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
+        """Copy the keys and values of the ``found`` tokens: [layers, 2·kv_heads, P, head_dim]; None if none were."""
         if not found.length:
             return None
         parts: torch.Tensor = self._blocks.transpose(1, 2).index_select(2, self._at(found.blocks))
@@ -171,7 +168,7 @@ class SlotCache:
     def store(self, trajectory: TrajectoryId, ids: Ids, shared: int, kv: torch.Tensor, *, rows: int) -> None:
         """Keep a context's keys and values [layers, 2·kv_heads, T, head_dim] in blocks, beside ``rows`` rows.
 
-        The rest as for `PrefixCache.store`.
+        For the other arguments see `PrefixCache.store`.
         """
         # First give up the blocks that rows have grown into: new ones must not be taken from there.
         self._limit_blocks(rows, self.room)
@@ -187,7 +184,7 @@ class SlotCache:
                 target.copy_(kv[:, :, copy.start : copy.stop])
 
     def _limit_blocks(self, rows: int, room: int) -> None:
-        """Keep to the blocks that there is memory for beside so many rows; done before those take it."""
+        """Limit the blocks to the memory beside ``rows`` rows, before the rows take theirs."""
         limit = max(0, (self.tokens - max(rows, self._least_rows) * room) // BLOCK)
         if moves := self.tree.resize(limit):
             sources, targets = zip(*moves, strict=True)
@@ -204,7 +201,7 @@ class SlotCache:
         return to_device([self._last - np.array(blocks)], self._device)[0]
 
     def _room_for(self, rows: int, positions: int) -> int:
-        """Positions of a row when ``rows`` are reserved with room for ``positions``: as now, unless that is unfit."""
+        """Return the positions per row for ``rows`` rows with room for ``positions``: as now, if that is possible."""
         needed = self._rounded(positions)
         fits = needed <= self.room < 2 * needed and rows * self.room <= self.tokens
         return self.room if fits else needed

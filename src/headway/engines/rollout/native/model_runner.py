@@ -1,17 +1,16 @@
-"""The model's side of a step: prefill, decode, sample. Mechanism only; who runs where is decided elsewhere.
+"""The model's side of a step: prefill, decode, sample. It decides nothing about which calls run.
 
-When the engine starts, `least_invariant_rows` finds out on its own model whether a row's logits depend on the rows
-beside it:
+When the engine starts, `least_invariant_rows` tests on the engine's model whether a row's logits depend on the number
+of rows:
 
     decode 34 rows together ─┐
     decode the first 1, 2, 3, … of them ─▶ the same bits? ─▶ the least number of rows from which on they always are
 
-A matrix product of few rows may be summed in another order than one of many, so that the last bit of a logit tells
-with how many others a sequence was decoded. With MKL told to be strict about it (``MKL_CBWR``, see
-`headway.cluster.machine.worker_setup`), a few rows are as good as any number: four on one CPU that was tried, one on
-another. Calls of fewer rows are filled up. Then sampled tokens are a function of (seed, trajectory, position, weights)
-alone: slots, order of arrival and replicas do not matter. Products of a mixture's experts have as few rows as the
-router gives them, and cannot be filled up: there one row has to be as good as many.
+A matrix product of few rows may be summed in another order than one of many, so the last bit of a logit may depend on
+the number of rows. With MKL in strict mode (``MKL_CBWR``, see `headway.cluster.machine.worker_setup`), results are
+equal from a few rows on: four on one tested CPU, one on another. Smaller steps are filled up. Then sampled tokens
+depend only on (seed, trajectory, position, weights), and not on slots, order of arrival or replicas. Products of a
+mixture's experts cannot be filled up, as the router chooses their rows: results have to be equal from one row on.
 
 Shape suffixes: A decoding rows, B sequences, V vocabulary.
 """
@@ -42,11 +41,11 @@ from headway.errors import ConfigError
 TOGETHER = 34
 ALONE = (1, 2, 3, 4, 5, 8, 16, 17, 33)
 MOST = 16
-"""Number of rows above which filling up is not worth it."""
+"""Most rows to which steps are filled up: above this it is not worth it."""
 
 
 def least_invariant_rows(decode: Callable[[int], torch.Tensor]) -> int | None:
-    """Return the least number of rows from which on a row's logits are the same for any number; None if there is none.
+    """Return the least number of rows from which on a row's logits do not depend on the number; None if there is none.
 
     ``decode(rows)`` returns the logits [rows, V] of the first ``rows`` sequences of a batch of `TOGETHER`.
     """
@@ -63,17 +62,17 @@ def least_invariant_rows(decode: Callable[[int], torch.Tensor]) -> int | None:
 logger = logging.getLogger(__name__)
 
 SPAN_STEP = 16
-"""Attention spans are rounded up to a multiple of this, so that kernels see few and aligned shapes."""
+"""Attention spans are rounded up to a multiple of this number, so that kernels see few, aligned shapes."""
 BLOCK_ROWS = 8
-"""Rows of the smallest block that attends on its own."""
+"""Number of rows of the smallest block with an attention call of its own."""
 BLOCK_COST = 256
-"""The cost of one more attention call, in row-positions: about 10 µs, measured on a CPU core."""
+"""Cost of one more attention call, in row-positions: about 10 µs, measured on a CPU core."""
 
 
 def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Partition rows that need ``spans`` [A] positions into (start, stop, span), where splitting pays.
+    """Partition rows that need ``spans`` [A] positions into blocks (start, stop, span), split only where it pays.
 
-    This relies on neighbours being of similar length (see `DecodeRows`).
+    Neighbours should have similar lengths (see `DecodeRows`).
     """
     blocks: list[tuple[int, int, int]] = []
     for start in range(0, len(spans), BLOCK_ROWS):
@@ -92,15 +91,15 @@ def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The result of a prefill: enough to start any number of calls from its context."""
+    """Result of a prefill: enough to start any number of calls from its context."""
 
     kv: torch.Tensor
-    """[layers, 2·kv_heads, T, head_dim] of the whole context."""
+    """Keys and values [layers, 2·kv_heads, T, head_dim] of the whole context."""
     logits: torch.Tensor
-    """[V], of the token that follows."""
+    """Logits [V] of the next token."""
 
     def copy(self) -> Prefilled:
-        """Copy it: this one is a view of what a whole step has prefilled."""
+        """Return a copy with its own memory; the original may be a view of a whole step's prefill."""
         return Prefilled(self.kv.clone(), self.logits.clone())
 
 
@@ -116,16 +115,16 @@ class ModelRunner:
         kv_cache_bytes: int | None,
         recorder: GraphRecorder | None,
     ) -> None:
-        """``recorder``: of decoding steps, which are then replayed (see `DecodeGraphs`), where ``forward`` can be.
+        """Set up the KV cache. ``recorder`` records decoding steps for replay, if ``forward`` allows (`DecodeGraphs`).
 
-        Raises `ConfigError` where ``kv_cache_bytes`` (None: enough for ``slots``) are too few for one context.
+        Raises `ConfigError` if ``kv_cache_bytes`` (None: enough for ``slots``) are too few for one context.
         """
         self._forward = forward
         self.shares = forward.shares
-        """Rows can attend to their prompts apart (see `SharedPrompts`)."""
+        """True if rows can attend to their prompts separately (see `SharedPrompts`)."""
         self.device, self._dtype = model.device, model.dtype
         self.runs_ahead = kind_of(self.device).runs_ahead
-        """Steps that are launched before the tokens of the one before are read."""
+        """Number of steps launched ahead of reading the tokens of the step before."""
         self.slots, self.max_context = slots, max_context
         self._block_of = partial(RowBlock.of, window=Windows.of(model.config, max_context).size, dtype=self._dtype)
         self._least_rows = 1
@@ -134,9 +133,9 @@ class ModelRunner:
         self.vocabulary = len(model.get_input_embeddings().weight)
         least_rows = self._least_invariant_rows()
         self.invariant = least_rows is not None
-        """A row's logits do not depend on how many are beside it, or on which."""
-        # Before the cache is made, to whose rows it adds. On a CPU that was tried, the last bits of a row depended on
-        # how many were beside it wherever there were fewer than four, and so did what was sampled.
+        """True if a row's logits do not depend on the other rows or their number."""
+        # Before the cache is made, to whose rows it adds. On one tested CPU, the last bits of a row, and with them the
+        # sampled tokens, depended on the number of rows if there were fewer than four.
         self._least_rows = least_rows or self._fixed_rows(slots)
         # Prefills beside decoding rows change how many rows a product has.
         self._mixes = self.invariant or self.device.type != "cpu"
@@ -149,11 +148,11 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
             tokens=self._enough() if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes),
-            room_step=ROOM_STEP if recorder is None else RECORDED_SPAN_STEP,  # another room is another shape to record
+            room_step=ROOM_STEP if recorder is None else RECORDED_SPAN_STEP,  # each room is another shape to record
             least_rows=self._least_rows,  # fewer are filled up (see `least_invariant_rows`)
         )
         self.roomy = self.cache.tokens >= slots * max_context
-        """There is memory for a whole context in every slot."""
+        """True if there is memory for a whole context in every slot."""
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
             self._graphs = DecodeGraphs(forward, self.cache, recorder, self._block_of)
@@ -172,12 +171,12 @@ class ModelRunner:
         return min(tokens, self._enough())
 
     def _enough(self) -> int:
-        """Tokens for `slots` contexts in rows or in blocks, beside the rows that fill a step up."""
+        """Return the number of tokens for `slots` contexts in rows or blocks, and for the rows that fill up a step."""
         return enough(self.slots + self._least_rows - 1, self.max_context)
 
     @torch.inference_mode()
     def _least_invariant_rows(self) -> int | None:
-        """See `invariance`. On a GPU the kernels of a step differ with its shape: not looked for."""
+        """Run the test described in the module. Not on a GPU, where the kernels of a step depend on its shape."""
         if self.device.type != "cpu":
             return None
         context = min(40, self.max_context)
@@ -194,11 +193,11 @@ class ModelRunner:
             return self.decode(tokens[:rows], lengths[:rows], cache)
 
         least = least_invariant_rows(decode)
-        # A product of an expert has as many rows as the router gives it: one, whatever a step has.
+        # The router may give an expert a single row, whatever the step's number of rows.
         return None if self._has_experts and least != 1 else least
 
     def _fixed_rows(self, slots: int) -> int:
-        """Rows of every call, where their number matters: then that is always the same."""
+        """Return the number of rows of every call if results depend on it; 1 if it cannot be fixed."""
         if self.device.type != "cpu":
             return 1
         so = f"every decoding step is filled up to {slots} rows, and what is sampled depends on rollout.max_concurrent"
@@ -215,10 +214,10 @@ class ModelRunner:
         contexts: Sequence[PrefillContext],
         prompts: Sequence[SharedPrompt] = (),
     ) -> tuple[torch.Tensor, list[Prefilled]]:
-        """One token for each of rows 0..A-1, ``tokens`` [A] at ``positions`` [A], and all of ``contexts``.
+        """Run one token for each of rows 0..A-1, ``tokens`` [A] at ``positions`` [A], and all of ``contexts``.
 
-        ``lengths``: the positions as the host has them. ``prompts``: those that rows attend to apart. In one pass,
-        except where a row's result depends on the number of rows: then each context has one of its own.
+        ``lengths``: the positions on the host. ``prompts``: prompts that rows attend to separately. All in one pass;
+        but if a row's result depends on the number of rows, each context has a pass of its own.
         Returns the rows' logits [A, V] and a result for each context.
         """
         if self._graphs is not None and len(tokens) and not contexts:
@@ -236,13 +235,13 @@ class ModelRunner:
         for decoding, batch in passes:
             logits, kv = self._forward.step(decoding, batch, self._least_rows)
             if decoding is not None:
-                # Behind the tokens are rows that fill the step up; the contexts begin behind those.
+                # After the tokens come the rows that fill up the step, and then the contexts.
                 decoded, logits = logits[: len(tokens)], logits[len(decoding.tokens) :]
             prefilled += map(Prefilled, kv, logits)
         return decoded, prefilled
 
     def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:
-        """Decode as `step` does, without contexts, and in another cache than the engine's own."""
+        """Decode like `step`, without contexts, and in a ``cache`` that is not the engine's own."""
         inputs, positions = to_device([tokens, lengths], self.device)
         logits, _ = self._forward.step(self._decoding(inputs, positions, lengths, cache), (), self._least_rows)
         return logits[: len(tokens)]
@@ -255,14 +254,14 @@ class ModelRunner:
         cache: SlotCache,
         prompts: Sequence[SharedPrompt] = (),
     ) -> Decoding:
-        if (fillers := self._least_rows - len(lengths)) > 0:  # rows that nobody uses, with one token each
+        if (fillers := self._least_rows - len(lengths)) > 0:  # unused rows with one token each
             tokens, positions = F.pad(tokens, (0, fillers)), F.pad(positions, (0, fillers))
             lengths = np.append(lengths, np.zeros(fillers, np.int64))
         blocks = [] if self._forward.varlen else self._blocks(lengths, positions, cache.room, prompts)
         return Decoding(tokens, positions, cache, blocks, prompts)
 
     def _scratch(self, rows: int, context: int) -> SlotCache:
-        """Another cache, for a few short rows beside those that decode."""
+        """Return another cache for a few short rows, separate from the decoding rows."""
         return SlotCache(self._geometry, slots=rows, context=context, dtype=self._dtype, device=self.device)
 
     @torch.no_grad()
@@ -271,22 +270,22 @@ class ModelRunner:
         self._forward.refresh()
 
     def release(self) -> None:
-        """Free the KV cache, every row of which is lost, and what the forward pass derived from the weights."""
+        """Free the KV cache, losing every row, and all that the forward pass derived from the weights."""
         if self._graphs is not None:
             self._graphs.clear()
         self.cache.release()
         self._forward.release()
 
     def restore(self) -> None:
-        """The weights are there again: take the memory that `release` gave up."""
+        """Allocate the memory that `release` freed, once the weights are back."""
         self.cache.allocate()
         self.refresh()
 
     def score(self, ids: NDArray[np.int64], given: int, temperature: float) -> NDArray[np.float32]:
-        """Log-probs [B, S - given] of the tokens of ``ids`` [B, S] behind the first ``given``, at ``temperature``.
+        """Return log-probs [B, S - given] at ``temperature`` of the tokens of ``ids`` [B, S] after the first ``given``.
 
-        The first comes from a prefill, the others from decoding steps in a cache of their own: the paths that sampling
-        takes, but that no step is replayed. Nothing is kept, and no randomness is used.
+        The first one comes from a prefill, the others from decoding steps in a separate cache, by the same code as
+        sampling but without replays. Nothing is kept, and no randomness is used.
         """
         rows, length = ids.shape
         cache = self._scratch(max(rows, self._least_rows), self._span(length, self.max_context))
