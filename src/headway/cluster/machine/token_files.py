@@ -1,15 +1,15 @@
-"""Tokens of finished groups, as files in memory: they stay on the machine that made them until a rank reads them.
+"""Token files: tokens of finished groups, as files in memory on the machine that made them, until a rank reads them.
 
 episode worker ──write──▶ file ◀──read── ranks of the same machine; others have a task on that machine read for them
                    └ removed when the driver has forgotten the group
 
 size of the index │ index │ each prompt: ids │ each row: ids, log-probs, versions, mask
 
-The index says where everything is, so that a rank reads the rows that it trains on and nothing else.
+The index has the place of each prompt and row, so that a rank reads only the rows that it trains on.
 
-A file outlives the episode worker that wrote it, so that an episode worker's death costs no finished group. Where the
-episode worker is on another machine than the driver, the loss of that machine costs nothing either: few tokens travel
-with their handle, of others the journal has a copy, which is read when their machine is gone.
+A file outlives the episode worker that wrote it, so the death of an episode worker loses no finished group. Nor does
+the loss of a machine other than the driver's: a small group's tokens travel with their handle, and the journal has a
+copy of all others.
 
 The directory in memory is one run's, and must not outlive the run: its files take memory until they are removed.
 
@@ -49,7 +49,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def directory_in_memory(parent: Path) -> Iterator[Path]:
-    """Make a directory in ``parent`` until the block ends. Directories of runs that were killed are removed first."""
+    """Make a directory in ``parent`` for the duration of the block. Directories of killed runs are removed first."""
     remove_abandoned(parent)
     made = Path(mkdtemp(prefix=f".{PREFIX}", dir=parent))
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
@@ -64,9 +64,10 @@ def directory_in_memory(parent: Path) -> Iterator[Path]:
 
 
 def held_directory(path: Path) -> None:
-    """Make the directory ``path``, if it is not there, and hold it until this process ends: no other run removes it.
+    """Make the directory ``path`` if it is missing, and lock it until this process ends, so that no other run removes
+    it.
 
-    Directories of runs that were killed are removed from its parent first.
+    Directories of killed runs are removed from its parent first.
     """
     remove_abandoned(path.parent, but=path)
     while True:
@@ -86,7 +87,7 @@ def remove_abandoned(parent: Path, *, but: Path | None = None) -> None:
             continue
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # another user's, or gone meanwhile
+        except OSError:  # another user's directory, or gone meanwhile
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +99,7 @@ def remove_abandoned(parent: Path, *, but: Path | None = None) -> None:
 
 
 SMALL = 100_000
-"""Most bytes of tokens that travel with their handle."""
+"""Largest size of tokens that travel with their handle, in bytes."""
 
 
 @pickled_by_fields
@@ -110,9 +111,9 @@ class TokenFile:
     """Address of the machine that has the file."""
     path: str
     data: bytes | None = field(default=None, compare=False)
-    """What the file would have, where that travels with the handle; there is no file then."""
+    """Contents, if they travel with the handle and there is no file; None if there is a file."""
     copy: tuple[Path, int] | None = field(default=None, compare=False)
-    """The journal's file that has the same, and the record's place there; None where none has it."""
+    """File of the journal with a copy, and the record's offset there; None without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,9 @@ class TokenPart:
 
 
 _PromptAt = tuple[int, int]
-"""Offset of a prompt behind the index, in bytes, and its length."""
+"""Offset of a prompt after the index, in bytes, and its length in tokens."""
 _PlainTurns = tuple[tuple[int, ...], ...]
-"""`TurnSpan`s as tuples, as all of the index: an object of a class costs ten times as much to pickle."""
+"""`TurnSpan`s as tuples: an instance of a class costs ten times as much to pickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class TokenPlace:
     """Place of a run's token files: one path, the same on each machine."""
 
     host: str
-    """Address of the driver's machine. The driver removes the directory on all machines at the end."""
+    """Address of the driver's machine. The driver removes the directory from all machines at the end."""
     directory: Path
 
 
@@ -142,7 +143,7 @@ class TokenFiles:
     """The files of one episode worker."""
 
     def __init__(self, worker: str, place: TokenPlace, host: str) -> None:
-        """Use the directory of this machine, which has the address ``host``. ``worker``: its name in this run."""
+        """Use the directory on this machine, whose address is ``host``. ``worker``: name of the episode worker."""
         self._host = host
         self._beside_driver = host == place.host
         if not self._beside_driver:
@@ -151,9 +152,9 @@ class TokenFiles:
         self._numbers = count()
 
     def write(self, tokens: GroupTokens, copy: Callable[[bytes], tuple[Path, int] | None] | None = None) -> TokenFile:
-        """Keep ``tokens``, in a new file unless they are few. Raises `RunError` where there is no room, nor a copy.
+        """Store ``tokens``, in a new file unless they are few. Raises `RunError` if there is neither room nor a copy.
 
-        ``copy``: function that appends them to the journal, too, and returns where they are.
+        ``copy``: function that also appends them to the journal, and returns their place there.
         """
         path = f"{self._prefix}{next(self._numbers)}"
         parts = _laid_out(tokens)
@@ -165,7 +166,7 @@ class TokenFiles:
             with open(path, "wb") as file:  # noqa: PTH123 - a Path takes as long to make as the file
                 file.writelines(parts)
         except OSError as error:
-            Path(path).unlink(missing_ok=True)  # half a file would take the room that there is
+            Path(path).unlink(missing_ok=True)  # half a file would only take room
             refused = error
         needs_copy = refused is not None or not self._beside_driver
         copied = copy(b"".join(parts)) if copy is not None and needs_copy else None
@@ -183,12 +184,14 @@ class TokenFiles:
 
 
 def carried(tokens: GroupTokens, name: str) -> TokenFile:
-    """Return a handle that has all of ``tokens`` with it. ``name`` is one that no other handle has."""
+    """Return a handle that contains all of ``tokens``. ``name`` must be unique."""
     return TokenFile("", name, b"".join(_laid_out(tokens)))
 
 
 def token_directory(config: Config) -> AbstractContextManager[Path]:
-    """Make a directory for token files until the block ends: in memory, or where that has too little room on disk."""
+    """Make a directory for token files for the duration of the block: in memory or, if there is too little room, on
+    disk.
+    """
     parent = SHARED_MEMORY
     if not parent.is_dir() or _free(parent) < token_bytes(config):
         parent = Path(gettempdir())
@@ -196,18 +199,18 @@ def token_directory(config: Config) -> AbstractContextManager[Path]:
 
 
 Read = Callable[[int, int], bytearray]
-"""Function that returns the bytes of a file from an offset on, as many as asked for."""
+"""Function of an offset and a number of bytes that returns these bytes of a file."""
 
 
 def read_rows(file: TokenFile, indices: Iterable[int] | None = None) -> dict[int, RowTokens] | None:
-    """Return the rows of a group with these indices in its `GroupTokens`, and read no others. None: all of them.
+    """Read and return index -> row, for these indices into a group's `GroupTokens`. ``indices`` None: all rows.
 
-    Rows with one prompt share its array. Returns None where this machine does not have the file.
+    Rows with the same prompt share its array. Returns None if this machine does not have the file.
     """
     if (data := file.data) is not None:
         return _rows_in(data, indices)
     try:
-        # Without a buffer, which would read ahead: what a rank reads is what it asked for.
+        # Unbuffered, so that nothing is read ahead.
         with Path(file.path).open("rb", buffering=0) as opened:
             return _rows(partial(_bytes_of, opened), indices)
     except FileNotFoundError:
@@ -215,7 +218,7 @@ def read_rows(file: TokenFile, indices: Iterable[int] | None = None) -> dict[int
 
 
 def read_copy(file: TokenFile, indices: Iterable[int]) -> dict[int, RowTokens] | None:
-    """Return what `read_rows` does, from the journal's copy; None where that is missing or not whole."""
+    """Return rows as `read_rows` does, from the journal's copy; None if that is missing or incomplete."""
     record = None if file.copy is None else next(records(*file.copy), None)
     return None if record is None else _rows_in(record.data, indices)
 
@@ -232,10 +235,10 @@ def _bytes_of(file: io.FileIO, offset: int, size: int) -> bytearray:
 
 
 def _laid_out(tokens: GroupTokens) -> list[bytes]:
-    """The parts of a file, in order. A prompt that rows share is there once."""
+    """Return the parts of a file, in order. A prompt shared by rows is stored once."""
     prompts, rows, blobs, offset = list[_PromptAt](), list[tuple[int, int, int, _PlainTurns]](), list[bytes](), 0
     numbers: dict[int, int] = {}
-    """Identity of a prompt's array → its number."""
+    """Identity of a prompt's array -> number of the prompt."""
     for row in tokens:
         prompt, length = row.prompt_ids, len(row.ids)
         if id(prompt) not in numbers:  # by identity: rows of a group share the array itself
@@ -256,7 +259,7 @@ def _laid_out(tokens: GroupTokens) -> list[bytes]:
 
 
 def _rows(read: Read, indices: Iterable[int] | None) -> dict[int, RowTokens]:
-    """The rows with these indices, or all of them."""
+    """Return index -> row, for these indices or all rows."""
     size = int.from_bytes(read(0, 8), "little")
     prompts_at, rows_at = pickle.loads(read(8, size))
     data = 8 + size
@@ -267,7 +270,7 @@ def _rows(read: Read, indices: Iterable[int] | None) -> dict[int, RowTokens]:
         if prompt not in prompts:
             start, prompt_length = prompts_at[prompt]
             prompts[prompt] = np.frombuffer(read(data + start, 4 * prompt_length), np.int32)
-        # Ids apart from the rest: whoever joins them to their prompt need not keep them.
+        # Ids are read separately, so that they can be freed once they are joined to their prompt.
         ids, rest = read(data + offset, 4 * length), read(data + offset + 4 * length, (BYTES_PER_TOKEN - 4) * length)
         rows[index] = RowTokens(
             prompt_ids=prompts[prompt],

@@ -1,4 +1,4 @@
-"""Set-up of a worker process, before anything heavy is imported, and the hardware that it computes on."""
+"""Set-up of a worker process before heavy imports, and a description of its hardware."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from headway.runtime.logs import log_to
 
 CPU_INFO = Path("/proc/cpuinfo")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names of the variable with the settings of torch's allocator for accelerators, its own and older ones."""
+"""Environment variables with the settings of torch's allocator for accelerators: the current name and older ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     host: str
     cpu: str
-    """Model of the CPU, as it calls itself."""
+    """Model name of the CPU."""
     cores: int
     """Number of logical cores that the process may use."""
     gpu: str | None
@@ -40,7 +40,9 @@ class Hardware:
 
 
 def hardware_here(device: str) -> Hardware:
-    """Describe this process's hardware, once threads are set. ``device``: its worker's, as torch names it."""
+    """Describe this process's hardware. Call it once threads are set. ``device``: the worker's device, as torch names
+    it.
+    """
     import torch
 
     gpu = kind_of(device).device_name(device)
@@ -53,14 +55,14 @@ def available_cores() -> int:
 
 
 def cpu_model(info: Path = CPU_INFO) -> str:
-    """Return the CPU's model from Linux's ``info``; elsewhere the platform's own word for the processor."""
+    """Return the CPU's model from Linux's ``info``, or the platform's name for the processor on other systems."""
     text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     found = re.search(r"^model name\s*:[ \t]*(\S.*)", text, re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def threads_of(threads: int, sharing: int) -> int:
-    """Return ``threads``, or where that is 0 this machine's cores divided by the ``sharing`` processes; at least 1."""
+    """Return ``threads`` or, if that is 0, this machine's cores divided by ``sharing`` processes; at least 1."""
     return threads or max(1, available_cores() // sharing)
 
 
@@ -70,8 +72,8 @@ def math_environment(threads: int) -> dict[str, str]:
     ``TORCH_CUDNN_SDPA_DEPRIORITIZED``: torch's attention on GPUs takes cuDNN's kernels last. These are compiled for
     each new length, in 60 ms each on an H200, and lengths hardly ever come twice.
 
-    ``OMP_WAIT_POLICY``: threads that wait sleep instead of spinning. Spinning takes cores from whoever else computes,
-    this run's other processes first: on two busy cores it made a step of two threads 2.6 times slower.
+    ``OMP_WAIT_POLICY``: threads that wait sleep instead of spinning. Spinning takes cores from other processes, this
+    run's included: on two busy cores it made a step of two threads 2.6 times slower.
     """
     return {
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -84,12 +86,12 @@ def math_environment(threads: int) -> dict[str, str]:
 
 
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for a process of training ranks alone: no variable where ``given``, the user's, has one of
+    """Return variables for a process that only trains; none if ``given``, the user's environment, has one of
     `ALLOCATOR`.
 
-    ``expandable_segments``: micro-batches of ever other sizes leave gaps between segments of fixed size, which cannot
-    be joined; segments that grow have none. Replicas do without: vLLM's memory that sleeps, and what its workers share
-    by handles (CUDA IPC), do not go with it everywhere. No transport of weights uses such handles.
+    ``expandable_segments``: micro-batches of varying sizes leave gaps between segments of fixed size, which cannot be
+    joined; growing segments avoid them. Replicas do not use it: vLLM's sleep mode and memory shared by CUDA IPC handles
+    do not support it everywhere. No weight transport uses such handles.
     """
     return {} if any(name in given for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
 
@@ -113,7 +115,9 @@ def set_up_process(name: str, threads: int, log_file: Path, *, only_trains: bool
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Have no garbage collected while modules are imported: of torch and transformers that is a sixth of the time."""
+    """Disable garbage collection while modules are imported: for torch and transformers it takes a sixth of the
+    time.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -125,13 +129,13 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Have the garbage collector leave alone what there is at the start, and look at the rest seldom.
+    """Exclude existing objects from garbage collection, and collect the rest seldom.
 
-    For a process that makes many small objects and few cycles: with Python's own thresholds an episode worker spent a
-    tenth of its time there, and looking at everything means tens of megabytes of modules, in caches that others need.
+    For a process with many small objects and few cycles: with Python's thresholds an episode worker spent a tenth of
+    its time on collection, and each full collection reads tens of megabytes of modules through shared caches.
     """
     usual = gc.get_threshold()
-    gc.collect()  # before freezing: garbage that is frozen is not freed
+    gc.collect()  # before freezing: frozen garbage is never freed
     gc.freeze()
     gc.set_threshold(20_000, *usual[1:])
     try:
@@ -144,7 +148,7 @@ def collecting_seldom() -> Iterator[None]:
 def redirect_output(log_file: Path) -> None:
     """Send everything that this process writes, native libraries included, to ``log_file`` from now on."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    # Before the descriptors change: what is buffered belongs to the output so far.
+    # Before the descriptors change: buffered text belongs to the output so far.
     sys.stdout.flush()
     sys.stderr.flush()
     target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -154,4 +158,4 @@ def redirect_output(log_file: Path) -> None:
     os.close(target)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)  # a process that is killed would lose what a buffer holds
+            stream.reconfigure(line_buffering=True)  # a killed process would lose its buffer

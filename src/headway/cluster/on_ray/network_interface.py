@@ -1,4 +1,4 @@
-"""Addresses of machines: the network card behind one, for libraries that choose a card, and a check that it answers.
+"""Addresses of machines: finds the network card of an address, and checks that an address answers.
 
 Gloo takes the address that the host's name resolves to, which on many machines is 127.0.0.1: ranks on two machines then
 wait for each other at the wrong place. Groups of torch.distributed's own read the card's name from the environment.
@@ -21,17 +21,16 @@ from headway.errors import ConfigError
 
 INTERFACES_V6 = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
-"""Number of Linux's request for the IPv4 address of a network card."""
+"""Code of the Linux ioctl that returns the IPv4 address of a network card."""
 # Behind the name (16 bytes), the family (2) and the port (2).
 _ADDRESS = slice(20, 24)
 """Slice of the address in the kernel's answer (struct ifreq)."""
 
 
 def network_environment(host: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that make Gloo and NCCL meet under ``host``, this machine's address for the others.
+    """Return environment variables that make Gloo and NCCL use ``host``, this machine's address for other machines.
 
-    Variables that are already ``given`` are left alone. Returns nothing for an address that only this machine reaches,
-    or that none of its cards has.
+    Variables already in ``given`` are left out. Empty for a loopback address, or one that no card has.
     """
     if is_loopback(host) or (card := card_of(host)) is None:
         return {}
@@ -48,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def card_of(host: str) -> str | None:
-    """Return the name of the network card with the address ``host``; None where there is none, or it is unknown."""
+    """Return the name of the network card with the address ``host``; None if there is none or it is unknown."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -69,9 +68,9 @@ def card_of(host: str) -> str | None:
 
 
 async def check_listens(address: str, timeout_s: float) -> None:
-    """Check that something listens at ``address``; only Ray can tell whether it is Ray.
+    """Check that something listens at ``address``. Does not check that it is Ray.
 
-    An address without a port, such as ``auto``, only Ray can resolve.
+    An address without a port, such as ``auto``, is not checked: only Ray can resolve it.
 
     Raises:
         ConfigError: nothing accepts a connection there within ``timeout_s`` seconds.
@@ -86,18 +85,18 @@ async def check_listens(address: str, timeout_s: float) -> None:
 
 
 async def answers(host: str, port: int, timeout_s: float = MACHINE_ANSWERS_S) -> bool:
-    """Tell whether something at ``host`` accepts a connection within ``timeout_s``."""
+    """Return True if ``host`` accepts a connection at ``port`` within ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
-    except (OSError, OverflowError, UnicodeError):  # the latter two: of a bad port and a bad host
+    except (OSError, OverflowError, UnicodeError):  # the last two: a bad port, a bad host
         return False
     writer.close()
     return True
 
 
 async def stops_answering(host: str, port: int) -> None:
-    """Wait until ``host`` has failed to accept `MACHINE_ATTEMPTS` connections in a row, trying again and again."""
+    """Try to connect to ``host`` until `MACHINE_ATTEMPTS` attempts in a row have failed."""
     failed = 0
     while failed < MACHINE_ATTEMPTS:
         await asyncio.sleep(MACHINE_AGAIN_S)

@@ -1,4 +1,4 @@
-"""Ray cluster of a run: started when no address is given, joined when one is, and shut down only by who started it."""
+"""Ray cluster of a run: started if no address is given, else joined. Only a run that started it shuts it down."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from headway.errors import ConfigError, RunError, boundary
 from headway.runtime.task_groups import never
 
 WORKER_BYTES = 128 * 2**20
-"""Minimum number of bytes that a process takes for torch and Ray, whatever its model."""
+"""Smallest memory of a process with torch and Ray, without a model, in bytes."""
 MIN_OBJECT_STORE = 256 * 2**20
 VERSIONS_STORED = 3
-"""Number of versions in the object store: the one being sent, the one before, which the driver holds, and a spare."""
+"""Number of versions in the object store: the one being sent, the previous one, held by the driver, and a spare."""
 RESERVING_SHARE = ANSWERING_SHARE = 0.95
-"""Shares of the start's remaining time that Ray has to reserve or to answer, which leaves time for a message."""
+"""Shares of the start's remaining time for Ray to reserve or to answer. The rest is left for an error message."""
 
 
 class RayCluster:
@@ -49,22 +49,24 @@ class RayCluster:
     separate_processes = True
 
     def __init__(self, config: Config, run_dir: Path, weights_bytes: int = 0) -> None:
-        """Prepare to use Ray. ``weights_bytes``: bytes of one version, where versions go through the object store."""
+        """Prepare to use Ray. ``weights_bytes``: size of a version that goes through the object store; 0 if none
+        does.
+        """
         self._config = config
         self._run_dir = run_dir
         self._weights_bytes = weights_bytes
         self._up: Future[None] | None = None
-        """Done when Ray has started, or was joined; None before the start began, and after `stop`."""
+        """Future that is done when Ray has started or was joined; None before the start and after `stop`."""
         self._left = Event()
-        """Event after which the thread that started Ray may end."""
+        """Event that lets the thread that started Ray end."""
         self._messages = ExitStack()
-        """Context that redirects what Ray reports to a log of the run, until it is closed."""
+        """Context that redirects Ray's messages to a log of the run until it is closed."""
         self._node: RayNode | None = None
-        """Ray node that this run started; None where the run joined a cluster."""
+        """Ray node that this run started; None if the run joined a cluster."""
         self._launched: dict[str, RayWorker] = {}
-        """Present workers, by the name of the first worker in each place."""
+        """Name of the first worker in each place -> current worker there."""
         self._tokens: Path | None = None
-        """Directory of tokens, the same on each machine; None before a worker that writes there was launched."""
+        """Directory of token files, the same path on each machine; None before the first worker that writes there."""
         self._deadline: float | None = None
         """Time on the event loop's clock by which the whole start has to be over."""
         self._pool: ResourcePool | None = None
@@ -106,7 +108,7 @@ class RayCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # Ray gives its first process 30 s, which are over where a busy disk has to read it.
+        # Ray gives its first process 30 s, too little for a busy disk to read it.
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(self._config.cluster.start_timeout_s)))
         self._up = up = Future[None]()
         self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
@@ -119,9 +121,9 @@ class RayCluster:
                 up.set_result(None)
             except BaseException as failure:
                 up.set_exception(failure)
-            if self._left.is_set() and self._node is not None:  # it came too late
+            if self._left.is_set() and self._node is not None:  # Ray came up too late
                 self._node.leave(KILLED_S)
-            self._left.wait()  # Ray's processes die with the very thread that started them
+            self._left.wait()  # Ray's processes die with the thread that started them
 
         Thread(target=live, name="headway-ray", daemon=True).start()
 
@@ -138,7 +140,7 @@ class RayCluster:
         )
 
     async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
-        """Wait as `Cluster.find_place` does. A device of a lost machine moves to another that has room."""
+        """Wait as `Cluster.find_place` does. A device of a lost machine moves to another machine with room."""
         assert self._pool is not None, "a worker is replaced on devices that were reserved"
         return await self._pool.find_place(spec.device, others, move=not spec.beside)
 
@@ -159,7 +161,7 @@ class RayCluster:
         return worker
 
     async def died(self) -> NoReturn:
-        """Wait until the Ray that was started here is lost, and raise `WorkerDied`; for ever where Ray was joined."""
+        """Wait until the Ray started here is lost, and raise `WorkerDied`. Waits for ever if Ray was joined."""
         if self._node is not None:
             await self._node.died()
         await never()
@@ -169,22 +171,22 @@ class RayCluster:
         ends then.
         """
         if self._pool is not None:
-            if self._node is None or self._node.lost is None:  # otherwise no Ray is there to take the devices
+            if self._node is None or self._node.lost is None:  # otherwise Ray is gone, with the devices
                 self._pool.release()
             self._pool = None
         if self._up is not None:
             up, self._up = self._up, None
             restore_sigterm()  # where it was begun, and never waited for
             try:
-                # Not left to the workers: one that was given up removes nothing.
+                # Not left to the workers: a fenced worker removes nothing.
                 if self._node is None and self._tokens is not None:
                     await remove_elsewhere(self._tokens)
             finally:
-                # One call of one thread: a cancellation meanwhile cuts nothing short.
+                # In one call on a thread, so that a cancellation does not cut it short.
                 await asyncio.to_thread(self._leave, up)
 
     def _leave(self, up: Future[None]) -> None:
-        """Leave Ray. When it was started here, returns when nothing of it is left."""
+        """Leave Ray. If it was started here, returns when all its processes are gone."""
         try:
             # Ray may still be starting in its thread: an interrupt ends only the wait for it.
             wait([up], self._config.cluster.start_timeout_s)
@@ -217,7 +219,9 @@ class RayCluster:
         self._node = RayNode(Path(context.address_info["session_dir"]), self._run_dir.absolute() / "logs" / "ray")
 
     def _check_enough_memory(self, plan: ClusterPlan) -> None:
-        """Check that memory is enough: nothing else bounds processes on the CPU, and a full machine is silent."""
+        """Check that memory is enough: nothing else bounds CPU processes, and a machine out of memory stops
+        answering.
+        """
         there = _resource("memory")
         if self._config.cluster.address is None and len(plan.workers) * WORKER_BYTES > there:
             raise ConfigError(
@@ -238,8 +242,8 @@ _PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False); r
 async def check_answers(address: str, timeout_s: float) -> None:
     """Raise `ConfigError` unless a Ray cluster answers at ``address`` in time.
 
-    Joining cannot be cancelled, and Ray ends the process when nobody answers for a minute: so it is tried in a process
-    of its own first.
+    It is tried in a separate process: joining cannot be cancelled, and Ray ends the process after a minute without an
+    answer.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     await check_listens(address, timeout_s)

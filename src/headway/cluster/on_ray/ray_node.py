@@ -1,7 +1,7 @@
-"""Ray node that this process has started: tells whether it still lives, and leaves nothing of it behind.
+"""Ray node started by this process: watches its processes, and removes all of it at the end.
 
-Ray itself leaves a folder of logs and sockets behind for each start, in its temporary directory. It is removed here
-after the last of its processes; where something went wrong in Ray, logs that may explain it go to the run's first.
+Each start of Ray leaves a folder of logs and sockets in Ray's temporary directory. It is removed here after Ray's last
+process has ended. After a failure of Ray, its logs are copied to the run's first.
 
 Signals stay with the driver, which ends a run in order: `ray.init` replaces SIGTERM's handler twice, and starts Ray's
 processes where signals to the driver's group end them.
@@ -45,7 +45,7 @@ from headway.runtime.task_groups import concurrently, never
 
 
 class Watched:
-    """Watch on any process of this machine, by a descriptor: an id may be another process's once this one has ended."""
+    """Watch on a process of this machine by a descriptor, since the process's id may be reused after its end."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -62,11 +62,11 @@ class Watched:
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the process is known to have ended, even if its parent has not collected its exit status."""
+        """Return True if the process is known to have ended, even if its parent has not collected its exit status."""
         return self.ends_within(0.0)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the process, and tell whether it has ended. Blocks."""
+        """Wait for the process's end, at most ``seconds``. Returns True if it has ended. Blocks."""
         if self._descriptor is not None:
             end = select.poll()  # not select, which refuses descriptors from 1024 on
             end.register(self._descriptor, select.POLLIN)
@@ -76,12 +76,12 @@ class Watched:
         return self._ended
 
     async def ended(self) -> None:
-        """Wait until the process has ended; return at once where nothing is watched any more."""
+        """Wait until the process has ended. Returns at once after `close`."""
         if self._descriptor is None:
             return
         loop, end = asyncio.get_running_loop(), asyncio.Event()
-        # A copy for each that waits: a loop has one reader of a descriptor. The end of Ray's raylet was seen by the
-        # ranks' watch alone, and the run tried to start them again for minutes.
+        # A copy per waiter, since a loop has one reader per descriptor. Without it only the ranks' watch saw the end of
+        # Ray's raylet, and the run tried to restart them for minutes.
         descriptor = os.dup(self._descriptor)
         loop.add_reader(descriptor, end.set)
         try:
@@ -106,7 +106,7 @@ class Watched:
 
 
 class ChildProcesses:
-    """Processes that this one has started so far with ``title`` in their command lines, and all that those started."""
+    """Descendants of this process: children with ``title`` in their command lines, and all their descendants."""
 
     def __init__(self, title: str = "") -> None:
         self._title = title
@@ -117,7 +117,7 @@ class ChildProcesses:
         return len(self._processes)
 
     def named(self, programs: Collection[str]) -> dict[str, Watched]:
-        """Return those that run one of ``programs``, by program."""
+        """Return program -> process, for processes that run one of ``programs``."""
         found = {}
         for pid, process in self._processes.items():
             with suppress(OSError):  # the process has ended
@@ -126,8 +126,8 @@ class ChildProcesses:
         return found
 
     def update(self) -> None:
-        """Add processes started since. Earlier ones are kept, even if a process between them and this one has ended."""
-        self.left_after(0.0)  # first: the id of one that has ended may be another one's
+        """Add new processes. Earlier ones are kept, even if their parent has ended."""
+        self.left_after(0.0)  # first: the id of an ended process may be reused
         opened = {pid: Watched(pid) for pid in self._find() if pid not in self._processes}
         confirmed = self._find()  # a process id may have changed hands between looking and opening
         for pid, process in opened.items():
@@ -137,7 +137,7 @@ class ChildProcesses:
                 process.close()
 
     def left_after(self, seconds: float) -> list[int]:
-        """Return the processes that have not ended within ``seconds``. The others are forgotten."""
+        """Return the ids of processes that have not ended within ``seconds``. Ended ones are forgotten."""
         deadline = time.monotonic() + seconds
         for pid, process in list(self._processes.items()):
             if process.ends_within(deadline - time.monotonic()):
@@ -147,9 +147,9 @@ class ChildProcesses:
     def end(
         self, orderly_s: float = ORDERLY_S, terminated_s: float = TERMINATED_S, killed_s: float = KILLED_S
     ) -> list[int]:
-        """Wait ``orderly_s`` for all to end by themselves, then end the stragglers. Blocks.
+        """Wait ``orderly_s`` for all processes to end by themselves, then end the rest. Blocks.
 
-        Returns the processes that are there ``killed_s`` after SIGKILL; nothing is watched any more.
+        Returns the ids of processes left ``killed_s`` after SIGKILL. Nothing is watched afterwards.
         """
         left = self.left_after(orderly_s)
         for number, within_s in ((signal.SIGTERM, terminated_s), (signal.SIGKILL, killed_s)):
@@ -174,11 +174,11 @@ def _command_line(pid: int) -> str:
 
 
 LATEST = "session_latest"
-"""Name of the link, beside the sessions' folders, to the session that was started last."""
+"""Name of the link to the newest session, beside the sessions' folders."""
 TELLING = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 """Names of the logs that explain why Ray's own processes, or workers, ended."""
 MOST_BYTES = 4 * 2**20
-"""Number of bytes that are kept of the end of each log."""
+"""Number of bytes kept from the end of each log."""
 
 
 class RayNode:
@@ -216,17 +216,17 @@ class RayNode:
         await never()  # none was found at the start
 
     def keep_logs(self) -> None:
-        """Have Ray's logs copied before their folder is removed: they may explain what went wrong."""
+        """Copy Ray's logs before their folder is removed: they may explain a failure."""
         self._keeps_logs = True
 
     def leave(self, killed_s: float) -> None:
-        """Leave Ray, end its processes, some of which outlive it, and remove its session's folder. Blocks.
+        """Leave Ray, end its remaining processes, and remove its session's folder. Blocks.
 
-        Raises `RunError` when some of its processes are there ``killed_s`` after they were killed.
+        Raises `RunError` if processes are left ``killed_s`` after they were killed.
         """
         if self.lost:  # before the shutdown, which ends all of them
             self._keeps_logs = True
-        self._family.update()  # before Ray ends: what its processes leave behind is nobody's child afterwards
+        self._family.update()  # before Ray ends: afterwards its leftover processes have no parent
         try:
             ray.shutdown()
         finally:
@@ -239,7 +239,7 @@ class RayNode:
 
 
 def keep_ends(logs: Path, kept: Path) -> None:
-    """Copy the ends of the logs that may explain something into ``kept``. A failure costs the copies alone."""
+    """Copy the ends of the logs in `TELLING` into ``kept``. Errors are ignored."""
     for name in TELLING:
         with suppress(OSError), (logs / name).open("rb") as source:
             source.seek(max(0, os.fstat(source.fileno()).st_size - MOST_BYTES))
@@ -249,7 +249,9 @@ def keep_ends(logs: Path, kept: Path) -> None:
 
 
 def remove_session(session: Path) -> None:
-    """Remove a session's folder, and the link to the latest one where it leads there. A missing folder is no error."""
+    """Remove a session's folder, and the link to the newest session if it points there. A missing folder is no
+    error.
+    """
     shutil.rmtree(session, ignore_errors=True)
     latest = session.with_name(LATEST)
     with suppress(OSError):
@@ -259,8 +261,8 @@ def remove_session(session: Path) -> None:
 
 @contextmanager
 def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Have what ``make`` makes of a function of Ray's in its place until the block ends. Does nothing where this
-    version of Ray has none of that name.
+    """Replace a function of Ray by ``make(function)`` for the duration of the block. Does nothing if this version of
+    Ray lacks it.
     """
     before = getattr(module, name, None)
     if before is not None:
@@ -274,8 +276,8 @@ def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Keep SIGTERM's handler during and after the block, in which Ray may start. Where the block is not in the main
-    thread, that has to call `restore_sigterm` afterwards.
+    """Keep SIGTERM's handler during and after the block, in which Ray may start. Outside the main thread, the main
+    thread has to call `restore_sigterm` afterwards.
     """
     with replaced(taking, "set_sigterm_handler", lambda takes: lambda handler: None):
         try:
@@ -285,7 +287,7 @@ def sigterm_kept() -> Iterator[None]:
 
 
 def restore_sigterm() -> None:
-    """Put Python's handler of SIGTERM in place again: the system would call that of Ray's core. For the main thread."""
+    """Reinstall Python's handler of SIGTERM in place of that of Ray's core. Call it in the main thread."""
     handler = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)
@@ -295,8 +297,8 @@ def restore_sigterm() -> None:
 
 @contextmanager
 def without_services() -> Iterator[None]:
-    """Let Ray start in the block without its log monitor, autoscaler and dashboard server, which no run uses. Each
-    takes a second of the processor, and `ray.init` waits for the last.
+    """Start Ray in the block without its log monitor, autoscaler and dashboard server, which runs do not use. Each
+    takes a second of CPU time, and `ray.init` waits for the last.
     """
     with ExitStack() as replacing:
         for start in ("start_log_monitor", "start_monitor", "start_api_server"):
@@ -305,7 +307,9 @@ def without_services() -> Iterator[None]:
 
 
 def sessions_of_their_own() -> AbstractContextManager[None]:
-    """Let the processes that Ray starts in the block lead sessions, which no signal to this process's group reaches."""
+    """Start Ray's processes in the block in sessions of their own, so that signals to this process's group do not reach
+    them.
+    """
     # A `subprocess.Popen`, with which each of Ray's processes on this machine is started.
     return replaced(starting, "ConsolePopen", lambda starts: partial(_start_process, starts))
 

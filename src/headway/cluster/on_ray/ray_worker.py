@@ -12,7 +12,7 @@ nothing is changed.
 
 Deaths of workers are told in one message each.
 
-Another process may call the worker often. Ray tells its address, and why it is gone.
+Other processes call the worker often over `RayPeer`. Ray gives its address, and the reason if it is gone.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from headway.runtime.task_groups import concurrently, never
 class RayPeer:
     """`headway.cluster.worker_group.Peer` over the handle of an actor. Can be pickled, without its connection.
 
-    A connection that has ended stays so: whoever called the worker reports it as lost, and another one takes its place.
+    An ended connection is not reopened: the caller reports the worker as lost, and it is replaced.
     """
 
     def __init__(self, name: str, pid: int | None, log: str, actor: Any) -> None:
-        """``log``: path of the worker's log, for messages."""
+        """Create a client that connects at its first call. ``log``: path of the worker's log, for messages."""
         self.name = name
         self._pid = pid
         self._log = log
@@ -108,7 +108,7 @@ class RayPeer:
         if isinstance(error, CallFailed):
             return RunError(f"worker {self.name} failed in {doing!r}: {error}. Its log: {self._log}")
         try:
-            await self._actor.process.remote()  # Ray knows why an actor is gone; one that answers is only out of reach
+            await self._actor.process.remote()  # Ray knows why an actor is gone; one that answers is only unreachable
         except RayError as why:
             return death(self.name, self._pid, self._log, doing, why)
         return WorkerDied(f"worker {self.name} is out of reach during {doing!r}: {error}. Its log: {self._log}")
@@ -116,11 +116,11 @@ class RayPeer:
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _VANISHED = "Worker unexpectedly exits with a connection error"
-"""Text in Ray's error for a process of which only a closed connection is left: SIGKILL ended it, or a crash."""
+"""Text in Ray's error for a process that ended by SIGKILL or a crash."""
 
 
 def failure(name: str, pid: int | None, log: str, doing: str, error: RayError) -> HeadwayError:
-    """Return the error to raise for Ray's, of a worker that was asked for ``doing``. ``log``: where its log is."""
+    """Return the error to raise for Ray's ``error`` in the call ``doing`` of a worker. ``log``: place of its log."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, HeadwayError):
@@ -132,13 +132,13 @@ def failure(name: str, pid: int | None, log: str, doing: str, error: RayError) -
 
 
 def death(name: str, pid: int | None, log: str, doing: str, error: RayError) -> WorkerDied:
-    """Return the error for a worker whose process ended while it was asked for ``doing``, with why that was."""
+    """Return the error for a worker whose process ended during the call ``doing``, with the cause."""
     if isinstance(error, OutOfMemoryError):
         why = (
             f"Ray ended it because its machine's memory had almost run out: {str(error).splitlines()[0]}. Fewer "
             "workers or smaller batches need less; RAY_memory_usage_threshold says how full is too full"
         )
-    elif _VANISHED in str(error):  # where somebody else killed it, Ray lists only possible causes
+    elif _VANISHED in str(error):  # for a kill from outside Ray lists only possible causes
         why = (
             "If the log does not tell why, the process was killed from outside: most often by the kernel, because "
             "memory had run out (`dmesg` tells; fewer workers or smaller batches need less)"
@@ -152,14 +152,16 @@ def death(name: str, pid: int | None, log: str, doing: str, error: RayError) -> 
 
 
 MAX_CALLS = 100_000
-"""Maximum number of calls at once on one actor: a pause must get through, whatever else is open."""
+"""Maximum number of concurrent calls of an actor: a pause must get through beside all other calls."""
 
 
 class WorkerActor:
-    """The actor that runs in the worker's process, which is set up before the role's own modules are imported."""
+    """Actor in the worker's process. It sets the process up before it imports the role's modules."""
 
     def __init__(self, spec: WorkerSpec, device: str, log_file: Path, sharing: int) -> None:
-        """Set up. ``sharing``: number of the run's devices on the machine, which divide its cores."""
+        """Set up the process and the role. ``sharing``: number of the run's devices on the machine, which share its
+        cores.
+        """
         threads = threads_of(spec.threads, sharing)
         # Before any import of torch, which reads its environment once.
         set_up_process(spec.name, threads, log_file, only_trains=spec.only_trains)
@@ -191,12 +193,12 @@ class WorkerActor:
         return await self._host.call(method, *args)
 
     async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> tuple[Any, ...]:
-        """Run the method and return one result that reports its end, and one for each of the parts that are kept."""
+        """Run the method. Returns one result that reports its end, and one for each kept part."""
         result = await self._host.call(method, *args)
         return None, *([result[place] for place in part] for part in parts)
 
     async def address(self) -> CallAddress:
-        """Return where other processes of the run call this worker without Ray."""
+        """Return the address at which other processes of the run call this worker without Ray."""
         if self._server is None:
             self._server = CallServer(self._host, self._address)
         return self._server.address
@@ -209,10 +211,10 @@ class WorkerActor:
         await never()
 
     def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """Fetch all objects side by side: those in files of this machine are read, all others come by Ray. Tokens of a
-        machine that is lost are read in the journal. Raises `TokensLost` where there are none.
+        """Fetch all objects side by side: files of this machine are read, other objects come by Ray. Tokens of a lost
+        machine are read from the journal. Raises `TokensLost` if they are not there.
 
-        Called on the role's thread, so that the event loop is free for it.
+        Called on the role's thread, so that the event loop is free for the fetch.
         """
         objects = {handle: read_rows(handle.file, handle.rows) for handle in handles if isinstance(handle, TokenPart)}
         elsewhere: dict[str, list[TokenPart]] = defaultdict(list)
@@ -260,25 +262,28 @@ class RayWorker:
         options: dict[str, Any],
         ray_here: RayNode | None = None,
     ) -> None:
-        """Create the driver's end of a worker. ``ray_here``: the Ray node that this process started, if it did."""
+        """Create the driver's end of a worker. ``ray_here``: Ray node that this process started; None if Ray was
+        joined.
+        """
         self.name = spec.name
         self._ray = ray_here
         self._killed = False
         self.log_file = log_file
         self.pid: int | None = None
-        """Id of the worker's process, once it is up."""
+        """Id of the worker's process; None until it is up."""
         weights = model_nbytes(spec.arguments.get("model_path", ""))
         timeouts = Timeouts.of(spec.arguments["config"], weights)
         self.killed_s = timeouts.killed_s
-        """Seconds for the process to be gone once it was killed."""
+        """Longest time from a kill until the process is gone, in seconds."""
         self._unanswered_s = timeouts.unanswered_s
         self._process: Watched | None = None
-        """Watched process of the worker, where it runs on this machine."""
+        """Watch on the worker's process; None if it runs on another machine."""
         self._node: dict[str, Any] | None = None
-        """Description of the worker's machine by `ray.nodes`, where that is another machine than the driver's."""
+        """Description of the worker's machine by `ray.nodes`; None if it is the driver's machine."""
         self._unreachable = False
-        """True once the worker's machine, another one, no longer answers."""
-        # Ray calls a process by its actor's class, in ps and in the dashboard: each worker is of one that has its name.
+        """True once the worker's machine, if it is not the driver's, no longer answers."""
+        # Ray names a process after its actor's class, in ps and in the dashboard: so each worker has a class of its
+        # name.
         named = type(f"{spec.name} {log_file.parent.parent.name}", (WorkerActor,), {})
         # No restarts by Ray: its new process would have no model, no place in a group and no connections.
         actor: Any = ray.remote(named).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
@@ -301,7 +306,7 @@ class RayWorker:
             # With one result Ray returns its reference, not a list of one.
             returned = self._actor.keep.options(num_returns=1 + len(parts)).remote(method, parts, *args)
             done, *kept = returned if parts else [returned]
-            await done  # the first one alone: to await the others would unpickle the arrays here
+            await done  # only the first: awaiting the others would unpickle arrays here
             if kept and self._node is not None:  # a copy comes here, as their machine may be lost
                 ray.wait(kept, num_returns=len(kept), timeout=0, fetch_local=True)
             return kept
@@ -331,7 +336,7 @@ class RayWorker:
         await never()  # not reached: one of them has raised
 
     async def _look(self) -> ProcessLook | None:
-        """Return the state of the process, as a process of its machine sees it; None where none tells."""
+        """Return the state of the process, as seen by a process on its machine; None if unknown."""
         if self._node is None or self.pid is None:
             return None if self.pid is None else look_at(self.pid)
         with suppress(RayError, TimeoutError):
@@ -351,8 +356,8 @@ class RayWorker:
 
     async def kill(self) -> None:
         if self._ray is not None and self._ray.lost is not None:
-            return  # nobody is there to kill it; it ends with Ray's other processes (`RayNode.leave`)
-        self._killed = True  # before the kill: an end that was asked for must not pass for the loss of Ray
+            return  # Ray is gone; the process ends with Ray's other processes (`RayNode.leave`)
+        self._killed = True  # before the kill: a requested end must not look like a loss of Ray
         ray.kill(self._actor, no_restart=True)
         if self._unreachable:
             return  # nobody could tell when it is gone
@@ -367,21 +372,23 @@ class RayWorker:
 
     @property
     def _log(self) -> str:
-        """Describe where the worker's log is: on its machine, unless the driver sees the same run directory."""
+        """Describe the place of the worker's log: on its machine, unless the driver sees the same run directory."""
         if self._node is None or self.log_file.exists():
             return str(self.log_file)
         return f"{self.log_file} on {_place(self._node)}"
 
     @contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
-        """Turn Ray's errors in the block into Headway's. A role's own error passes as it was raised there."""
+        """Turn Ray's errors in the block into Headway's. The role's own errors pass unchanged."""
         try:
             yield
         except RayError as error:
             raise self._translated(doing, error) from error
 
     def _translated(self, doing: str, error: RayError) -> HeadwayError:
-        """Return the error to raise for Ray's ``error``. A lost Ray is checked first: it makes workers end, or fail."""
+        """Return the error to raise for Ray's ``error``. A lost Ray is checked first, since it makes workers end or
+        fail.
+        """
         ray_here = None if self._killed else self._ray
         if ray_here is not None and (lost := ray_here.lost) is not None:
             return WorkerDied(f"worker {self.name} died during {doing!r}: {lost}")
@@ -393,8 +400,8 @@ class RayWorker:
 async def _brought(
     host: str, nodes: Mapping[str, dict[str, Any]], parts: Sequence[TokenPart], within_s: float
 ) -> list[Mapping[int, RowTokens]]:
-    """Return rows that are on the machine ``host``: from there, or from the journal where that machine is gone or does
-    not answer in half of the time. ``nodes``: the machines that Ray has, as `_alive` returns them.
+    """Return rows stored on the machine ``host``: from there or, if it is gone or does not answer within half of the
+    time, from the journal. ``nodes``: Ray's machines, as `_alive` returns them.
     """
     read: list[Mapping[int, RowTokens] | None] = [None for _ in parts]
     node, in_journal = nodes.get(host), all(part.file.copy is not None for part in parts)
@@ -429,9 +436,9 @@ def _look_there(pid: int) -> ProcessLook | None:
 
 
 async def remove_elsewhere(directory: Path) -> None:
-    """Remove ``directory``, and those of killed runs, from Ray's other machines that answer, within `TOKENS_REMOVED_S`.
+    """Remove ``directory``, and those of killed runs, from Ray's other answering machines within `TOKENS_REMOVED_S`.
 
-    Of killed runs on machines without a worker of this one, too: a resumed run may be on fewer machines.
+    Machines without a worker of this run are included: a resumed run may use fewer machines.
     """
 
     async def remove(host: str, node: dict[str, Any]) -> None:
@@ -457,7 +464,7 @@ def _alive() -> dict[str, dict[str, Any]]:
 
 
 def _on(node: str) -> NodeAffinitySchedulingStrategy:
-    """Return what pins a task to a machine. The task fails once Ray knows that the machine is lost."""
+    """Return a strategy that pins a task to a machine. The task fails once Ray knows that the machine is lost."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 

@@ -1,5 +1,4 @@
-"""Devices of a Ray cluster, reserved for a run: a bundle for each worker's, all in one placement group, on nodes chosen
-here.
+"""Devices of a Ray cluster, reserved for a run in one placement group: a bundle per worker, on nodes chosen here.
 
 node shares ─▶ free devices of the living nodes ─▶ an assignment ─▶ one group, each bundle pinned to its node
 
@@ -35,12 +34,12 @@ from headway.config.sizing.timeouts import MACHINE_ATTEMPTS, NODES_JOIN_S, RESER
 from headway.errors import ConfigError, StallError
 
 MOST_STEPS = 5_000
-"""Most tries to lay a share on a node, for one number of nodes: nodes that are alike need one for each share."""
+"""Most attempts to place shares, for one number of nodes: equal nodes need one attempt per share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A living node of a cluster, and how many devices it has: GPUs, or on CPUs processes."""
+    """Living node of a cluster, and its number of devices: GPUs, or processes on CPUs."""
 
     id: str
     total: int
@@ -48,10 +47,10 @@ class Node:
 
 
 def assign_nodes(shares: Sequence[NodeShare], nodes: Sequence[Node]) -> dict[int, str] | None:
-    """Assign each device of ``shares`` to one of ``nodes``, by its id; None where they have no room.
+    """Return device -> id of its node, for all devices of ``shares``; None if ``nodes`` have no room.
 
-    A share lies on one node, shares of one owner on different ones. As few nodes are used as possible, so that weights
-    and tokens stay near; among those that suit, the first ones, each with the shares of like index.
+    A share lies on one node, and shares of one owner lie on different nodes. As few nodes as possible are used, so that
+    weights and tokens stay near. The first suitable nodes are taken, each with the shares of the same index.
     """
     largest_first = sorted(shares, key=lambda share: -len(share.devices))
     least = max(Counter(share.owner for share in shares).values(), default=0)
@@ -62,8 +61,8 @@ def assign_nodes(shares: Sequence[NodeShare], nodes: Sequence[Node]) -> dict[int
 
 
 def _search(shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> dict[str, list[NodeShare]] | None:
-    """Search depth-first for nodes, at most ``most`` of them, for shares in their order. Returns the shares of each
-    node that is used, in the order in which nodes came into use.
+    """Search depth-first for at most ``most`` nodes for the shares, in order. Returns node -> its shares, in the order
+    of first use; None without a solution.
     """
     free = {node.id: node.free for node in nodes}
     if sum(sorted(free.values())[-most:]) < sum(len(share.devices) for share in shares):  # even the largest lack room
@@ -72,7 +71,7 @@ def _search(shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> di
     steps = count(1)
 
     def candidates(share: NodeShare) -> Iterator[str]:
-        """Nodes with room for ``share``: used ones first. Of nodes that are alike, the first alone."""
+        """Yield nodes with room for ``share``, used ones first. Of equal nodes only the first."""
         seen = set()
         unused = [node for node in free if node not in found] if len(found) < most else []
         for node in [*found, *unused]:
@@ -83,7 +82,7 @@ def _search(shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> di
                 yield node
 
     def lay(at: int) -> bool:
-        """Lay share ``at`` and those after it. Leaves everything as it was where that cannot be."""
+        """Place share ``at`` and all after it. Returns False, with nothing changed, if that is impossible."""
         if at == len(shares):
             return True
         for node in candidates(shares[at]):
@@ -103,7 +102,7 @@ def _search(shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> di
 
 
 def lacking(shares: Sequence[NodeShare], nodes: Sequence[Node], *, on_gpus: bool) -> str:
-    """Describe what is asked of a cluster, and what it has, for a message."""
+    """Return a message with the devices that a run needs and those of the cluster."""
     unit = "GPU(s)" if on_gpus else "process(es)"
     sizes: dict[str, list[int]] = defaultdict(list)
     for share in shares:
@@ -124,7 +123,7 @@ CPU_SHARE = 0.01
 """Number of CPUs that a worker asks Ray for. Headway itself sets threads; a whole CPU per worker would leave a small
 machine waiting for ever."""
 LOOK_AGAIN_S = 0.5
-"""Seconds between two looks at Ray's nodes: Ray does not report what becomes free."""
+"""Seconds between two queries of Ray's nodes: Ray does not report devices that become free."""
 NODE_ID = "ray.io/node-id"
 """Label that Ray gives each node."""
 
@@ -136,7 +135,7 @@ class _WorkerBundle:
     group: PlacementGroup
     bundle: int
     node: str
-    """Id that Ray has for the node."""
+    """Ray's id of the node."""
     devices: tuple[int, ...]
     """The run's devices that are in the bundle."""
 
@@ -148,7 +147,7 @@ class ResourcePool:
         self._places = {device: place for place in places for device in place.devices}
         self._on_gpus = on_gpus
         self._avoided: set[tuple[int, str]] = set()
-        """Devices, and nodes to which each of them is not moved."""
+        """Pairs (device, node): the device is never moved to the node."""
 
     @classmethod
     async def reserve(
@@ -160,11 +159,11 @@ class ResourcePool:
         timeout_s: float,
         may_grow: bool = False,
     ) -> ResourcePool:
-        """Wait until Ray has reserved all devices of ``shares``. ``groups``: those that one worker takes together.
-        ``may_grow``: further nodes may join the cluster.
+        """Wait until Ray has reserved all devices of ``shares``. ``groups``: groups of devices for one worker each.
+        ``may_grow``: True if further nodes may join the cluster.
 
         Raises:
-            ConfigError: the nodes could not hold the run even if they were free; what it asks for, and what there is.
+            ConfigError: the nodes could not hold the run even if they were free.
             StallError: they could, but had no room within ``timeout_s``.
         """
         loop = asyncio.get_running_loop()
@@ -197,7 +196,7 @@ class ResourcePool:
             await asyncio.sleep(min(LOOK_AGAIN_S, max(0.0, deadline - loop.time())))
 
     def node(self, device: int) -> str:
-        """Return the id that Ray has for the node of ``device``."""
+        """Return Ray's id of the node of ``device``."""
         return self._places[device].node
 
     def sharing(self, device: int) -> int:
@@ -208,8 +207,8 @@ class ResourcePool:
     async def find_place(self, device: int, others: Sequence[int] = (), *, move: bool = True) -> int:
         """Wait, for ever if need be, until a device is on a node on which Ray answers. Returns the first such device.
 
-        With ``move`` the ``device`` is moved to any node that has room where its own is gone. Ray takes some seconds to
-        notice that a machine is gone, and would start a worker there meanwhile: each node is asked itself.
+        With ``move`` the ``device`` moves to any node with room if its own is gone. Ray takes some seconds to notice a
+        lost machine, and would start a worker there meanwhile: so each node is asked directly.
         """
         failed = 0
         while True:
@@ -226,11 +225,13 @@ class ResourcePool:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def avoid(self, device: int) -> None:
-        """Let `find_place` find no place for ``device`` on its present node from now on."""
+        """Never return the current node of ``device`` from `find_place` again."""
         self._avoided.add((device, self._places[device].node))
 
     async def _moved(self, device: int) -> bool:
-        """Give the worker of ``device`` a bundle on any node that has room and answers. Tell whether there was one."""
+        """Give the worker of ``device`` a bundle on any node that has room and answers. Returns False if there is
+        none.
+        """
         devices = self._places[device].devices
         for node in await asyncio.to_thread(_nodes, self._on_gpus):
             has_room = node.free >= len(devices) and (device, node.id) not in self._avoided
@@ -245,7 +246,9 @@ class ResourcePool:
         return False
 
     def options(self, device: int, *, beside: bool = False) -> dict[str, Any]:
-        """Return Ray's options that put a worker on the bundle of ``device``, or ``beside`` the one that has it."""
+        """Return Ray's options that put a worker on the bundle of ``device`` or, with ``beside``, on the same node
+        without it.
+        """
         place = self._places[device]
         return {
             "num_cpus": 0 if beside else CPU_SHARE,
@@ -266,9 +269,7 @@ async def _answers(node: dict[str, Any] | None) -> bool:
 
 
 async def _reserved(nodes: Sequence[str], sizes: Sequence[int], on_gpus: bool) -> PlacementGroup | None:
-    """Reserve a bundle on each of ``nodes``, of so many devices, all or none. Returns None where somebody else was
-    faster.
-    """
+    """Reserve a bundle of ``sizes`` devices on each of ``nodes``, or none. Returns None if another run was faster."""
     bundle = {"CPU": CPU_SHARE, "GPU": 1.0} if on_gpus else {"CPU": CPU_SHARE}
     group = placement_group(
         [{resource: size * each for resource, each in bundle.items()} for size in sizes],
@@ -297,13 +298,13 @@ def _nodes(on_gpus: bool) -> list[Node]:
 
 
 def _devices(resources: dict[str, float], on_gpus: bool) -> int:
-    """Return how many devices these resources are: GPUs, or processes on the CPU."""
+    """Return the number of devices in ``resources``: GPUs, or processes on the CPU."""
     cpus = floor(resources.get("CPU", 0.0) / CPU_SHARE + 1e-6)  # in floats 0.29 / 0.01 is 28.999…
     return min(cpus, floor(resources.get("GPU", 0.0))) if on_gpus else cpus
 
 
 def described(node: str) -> dict[str, Any] | None:
-    """Return the living node of this id, as `ray.nodes` describes it; None where Ray has none."""
+    """Return the living node of this id, as `ray.nodes` describes it; None if there is none."""
     return next((one for one in alive_nodes() if one["NodeID"] == node), None)
 
 

@@ -1,4 +1,4 @@
-"""Calls from one worker to another over a socket: a message costs microseconds, and half a millisecond over Ray.
+"""Calls between workers over a socket: a message costs microseconds, instead of half a millisecond over Ray.
 
 caller ─▶ worker: CALL, EACH (method and arguments) · LEAVE (a call)
 worker ─▶ caller: RESULT (of a call) · ITEM, END (of an iteration) · ERROR (of either)
@@ -8,9 +8,9 @@ connection; the worker reads nothing else before it has seen the key. When a con
 one for `RECONNECT_S`. Each end tells how many frames it has received, and the other sends the rest again: each call is
 executed once, and each result arrives once. Only frames of the newest connection count.
 
-A caller that does not come back is not told from one that is late: the worker cancels its calls after `SESSION_S`. Each
-end keeps what it sent until the other has received it: a caller the arguments of its open calls, a worker their results
-and `KEPT_BYTES` of iterations, which wait there.
+A worker cannot tell a lost caller from a late one: it cancels the calls after `SESSION_S`. Each end keeps sent frames
+until the other has received them: a caller keeps the arguments of its open calls, a worker their results and up to
+`KEPT_BYTES` of items, beyond which its iterations wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEY_BYTES = 32
 
 
 class CallFrameKind(IntEnum):
-    """Kind of a frame. A frame's number is that of the caller's call."""
+    """Kind of a frame. A frame's number is the number of the caller's call."""
 
     CALL = auto()
     EACH = auto()
@@ -49,9 +49,9 @@ class CallFrameKind(IntEnum):
     END = auto()
     ERROR = auto()
     GONE = auto()
-    """The caller has closed its session. A caller's own calls get it when the worker is gone."""
+    """The caller has closed its session. Also given to the caller's own calls when the worker is gone."""
     RECEIVED = auto()
-    """Number of the session's frames that were received, as detail. It is not one of them."""
+    """Number of the session's frames received so far, as detail. This frame itself is not counted."""
     REFUSED = auto()
     """The worker does not know the key or the session."""
 
@@ -59,9 +59,9 @@ class CallFrameKind(IntEnum):
 GREETING = struct.Struct(f"!{KEY_BYTES}s16sIQ")
 """Key, session, number of the connection within it (from 1), number of frames received."""
 RECEIVED_FRAMES, RECEIVED_BYTES = 64, 1 << 20
-"""Frames and bytes after which an end tells the other that it has received them."""
+"""Number of frames, and of bytes, after which an end acknowledges them."""
 KEPT_BYTES = 1 << 26
-"""Bytes kept for the other end from which on iterations wait: more than a fast network has under way."""
+"""Number of unacknowledged bytes at which iterations wait: more than a fast network has under way."""
 
 
 class FrameSession:
@@ -71,7 +71,7 @@ class FrameSession:
         self.received = 0
         """Number of frames received so far."""
         self.has_room = asyncio.Event()
-        """Set while at most `KEPT_BYTES` are kept."""
+        """Event that is set while at most `KEPT_BYTES` are kept."""
         self.has_room.set()
         self._channel: FrameChannel | None = None
         self._kept: deque[Frame] = deque()
@@ -81,30 +81,32 @@ class FrameSession:
         self._untold_nbytes = 0
 
     def _on_frame(self, frame: Frame) -> None:
-        """Handle a frame that has come."""
+        """Handle a received frame."""
         raise NotImplementedError
 
     def _on_break(self) -> None:
-        """Go on after the connection has broken."""
+        """Handle a broken connection."""
         raise NotImplementedError
 
     def attach(self, sock: socket.socket, received: int) -> None:
-        """Go on over ``sock``, whose other end has ``received`` so many frames. Close the connection before it."""
+        """Continue over ``sock``, and close the previous connection. ``received``: number of frames that the other end
+        has.
+        """
         self.detach()
-        self._forget(received)  # before the rest is sent again: the other end would execute what it has a second time
+        self._forget(received)  # before the rest is sent again: the other end would execute frames twice
         self._channel = FrameChannel(sock, self._read, self._broken)
         for frame in self._kept:
             self._channel.send_soon(frame)
 
     def detach(self) -> None:
-        """Close the connection, if there is one. None of its further frames counts."""
+        """Close the connection, if there is one. Its later frames are ignored."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     def send(self, frame: Frame, *, soon: bool = True) -> None:
         """Send ``frame``, now or over a later connection. ``soon``: see `FrameChannel.send_soon`."""
-        self._kept.append(frame)  # also while there is a connection: it may break with the frame under way
+        self._kept.append(frame)  # also with a connection: it may break with the frame under way
         self._kept_nbytes += len(frame.payload) + HEADER.size
         if self._channel is not None:
             (self._channel.send_soon if soon else self._channel.send)(frame)
@@ -159,7 +161,7 @@ class CallServer:
         asyncio.get_running_loop().add_reader(self._listening, self._accept)
 
     def close(self) -> None:
-        """Accept no more callers. Those that are connected stay."""
+        """Accept no more callers. Connected ones stay."""
         asyncio.get_running_loop().remove_reader(self._listening)
         self._listening.close()
 
@@ -173,14 +175,14 @@ class CallServer:
         task.add_done_callback(self._greeting.discard)
 
     async def _greet(self, sock: socket.socket) -> None:
-        """Serve a caller that has the key and a session that is new or known; refuse any other."""
+        """Serve a caller with the right key and a new or known session; refuse others."""
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(GREETING_S):
-                # Nothing else is read before the key is known: frames are unpickled, which runs what they say.
+                # Nothing else is read before the key is checked: unpickling a frame can run any code.
                 key, session, connection, received = GREETING.unpack(await _exactly(sock, GREETING.size))
-                # In constant time: `==` would tell by its time how many bytes of a guess are right.
+                # In constant time: the time of `==` would reveal how many bytes of a guess are right.
                 known = hmac.compare_digest(key, self.address.key)
                 if not known or (caller := self._caller(session, connection)) is None:
                     await loop.sock_sendall(sock, Frame(CallFrameKind.REFUSED).packed())
@@ -260,12 +262,13 @@ class _Caller(FrameSession):
             async with aclosing(self._host.each(method, *args)) as items:
                 async for item in items:
                     self._send(CallFrameKind.ITEM, frame.number, item)
-                    # A caller that does not read is waited for: its items grew to 1 GiB, and the worker was lost.
+                    # Wait for a caller that does not read: without this its items grew to 1 GiB, and the worker was
+                    # lost.
                     await self.has_room.wait()
                     if frame.detail:
                         await asyncio.sleep(frame.detail / 1e6)
             self._send(CallFrameKind.END, frame.number, None)
-        except BaseException as error:  # whatever it is: the caller would wait for ever
+        except BaseException as error:  # any error: otherwise the caller would wait for ever
             self.send(Frame(CallFrameKind.ERROR, frame.number, 0, _told(error)), soon=False)
             if not isinstance(error, Exception):
                 raise
@@ -301,8 +304,8 @@ class WorkerConnection(FrameSession):
             return await anext(answers)
 
     def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
-        """Yield the items of an asynchronous generator of the worker's, at least ``apart_s`` seconds apart. Leaving
-        this one closes that one. Raises as `call` does.
+        """Yield the items of the worker's asynchronous generator, at least ``apart_s`` seconds apart. Closing this
+        generator closes the worker's. Raises like `call`.
         """
         return self._answers(CallFrameKind.EACH, method, args, round(apart_s * 1e6))
 
@@ -338,14 +341,14 @@ class WorkerConnection(FrameSession):
         self.attach(sock, received)
 
     async def _open_again(self) -> None:
-        """Try to open the broken connection again, until the worker is known to be gone or `RECONNECT_S` are over."""
+        """Try to reopen the broken connection until the worker is known to be gone or `RECONNECT_S` are over."""
         place, why, wait_s = _place(self._address), "", 0.05
         try:
             async with asyncio.timeout(RECONNECT_S):
                 while True:
                     try:
                         return await self.open()
-                    # Its process has ended. To try on until the time limit would only put off its replacement.
+                    # The worker's process has ended. Further attempts would only delay its replacement.
                     except ConnectionRefusedError:
                         return self._end(f"the connection to {place} broke, and nothing listens there any more")
                     except ConnectionEnded as error:
@@ -410,7 +413,7 @@ class ConnectionEnded(Exception):
 
 
 class CallFailed(Exception):
-    """Error for a method that raised another error than Headway's; it has that error's text."""
+    """Error for a method that raised an error other than Headway's, with its text."""
 
 
 async def connected(address: CallAddress) -> WorkerConnection:
@@ -429,7 +432,7 @@ async def connected(address: CallAddress) -> WorkerConnection:
 
 
 async def _exactly(sock: socket.socket, nbytes: int) -> bytes:
-    """Return the next ``nbytes``. Raises `EOFError` when the other end closes before."""
+    """Return the next ``nbytes``. Raises `EOFError` if the other end closes earlier."""
     read = b""
     while len(read) < nbytes:
         more = await asyncio.get_running_loop().sock_recv(sock, nbytes - len(read))
@@ -448,8 +451,8 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _set_up(sock: socket.socket) -> None:
-    """Send small messages at once. Notice within a minute that the other end of an idle connection is gone: one that is
-    sent something is retried by TCP for many minutes, and the driver's watch of machines finds it first.
+    """Send small messages at once, and notice within a minute if the other end of an idle connection is gone. For a
+    busy connection TCP retries for many minutes, and the driver's watch of machines notices first.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -458,7 +461,7 @@ def _set_up(sock: socket.socket) -> None:
 
 
 def _told(error: BaseException) -> bytes:
-    """Pickle ``error`` if it is Headway's and can be unpickled, and otherwise its text."""
+    """Pickle ``error`` if it is Headway's and can be unpickled, otherwise its text."""
     if isinstance(error, HeadwayError):
         with suppress(Exception):
             pickled = pickle.dumps(error)

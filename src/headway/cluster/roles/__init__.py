@@ -1,4 +1,4 @@
-"""Roles: what one rank of the cluster does, the same on every backend. Nothing here knows Ray.
+"""Roles: the work of one rank of the cluster, the same on every backend. Independent of Ray.
 
     ActorRole      a training rank: engine, reference and critic (where they share the ranks), sender of weights
     RolloutRole    one replica: engine, receiver of weights
@@ -7,6 +7,6 @@
     LogpRole       a rank that recomputes log-probs, where that has ranks of its own: receiver of weights
     CriticRole     a rank of the critic, where it has ranks of its own
 
-A role is made cheaply and then built, because torch must be imported after its process was set up: imports of torch and
-of what imports it stand inside the methods.
+Creating a role is cheap; `build` loads it, because torch must be imported after the process was set up. So imports of
+torch, and of modules that import it, stand inside methods.
 """

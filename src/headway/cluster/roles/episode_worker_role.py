@@ -23,12 +23,12 @@ from headway.data.types import GroupTokens, Handle, Trajectory
 from headway.models.tokenizer import load_tokenizer, torch_hidden
 
 GATHER_S = 0.03
-"""Seconds for which finished groups are gathered. Waking up for each of them costs episode worker and driver as much as
-what they do for it, on cores that trainer and engine share with them; a batch of groups takes far longer."""
+"""Seconds for which finished groups are gathered. Waking up for each group would double the work of episode worker and
+driver, on cores shared with trainer and engine; making a batch of groups takes far longer."""
 
 
 class EpisodeWorkerRole(Role):
-    """An `EpisodeWorker`, its tokenizer and, where a program makes the episodes, the processes of that.
+    """Role of an `EpisodeWorker`, with its tokenizer and the processes of an agent program, if there is one.
 
     Callers name the episode worker's own methods as those of ``worker``, such as ``worker.hold``.
     """
@@ -36,15 +36,15 @@ class EpisodeWorkerRole(Role):
     def __init__(self, *, run_dir: Path, tokens: TokenPlace | None, **arguments: Any) -> None:
         """
         Args:
-            run_dir: the run's directory, with logs of what programs print, and the journal; where that is not seen from
-                here, or the configuration wants none, none is written.
-            tokens: where tokens of finished groups are left; None where they stay in this process.
+            run_dir: the run's directory, for logs of programs' output and the journal. Without access to it, or without
+            a configured journal, no journal is written.
+            tokens: place for the tokens of finished groups; None if they stay in this process.
         """
         super().__init__(**arguments)
         self._run_dir = run_dir
         self.snapshots = SnapshotMemory()
         self._process = ExitStack()
-        """Settings of the process, where it is the episode worker's own."""
+        """Settings of the process, if it belongs to the episode worker alone."""
         self._completed: CompletionJournal | None = None
         self._files = None if tokens is None else TokenFiles(self.name, tokens, self._host)
 
@@ -56,7 +56,7 @@ class EpisodeWorkerRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self) -> None:
-        """Begin to keep groups, on the running loop. Starts the workers of the program, where there is one."""
+        """Start the episode worker on the running loop, and the workers of the agent program, if there is one."""
         hosting = None
         if self._config.agent.has_program:
             programs = ProgramWorkers(self.name, self._config, self._run_dir / "logs", self._model_path)
@@ -75,7 +75,7 @@ class EpisodeWorkerRole(Role):
     def _completions(self) -> CompletionJournal | None:
         block, sync_s = self._config.groups_per_version, self._config.run.journal_sync_s
         folder = self._run_dir / "journal"
-        # A directory may be left of an earlier process, whose settings wanted a journal.
+        # A directory may be left by an earlier process, whose settings had a journal.
         if not self._config.writes_journal or not folder.is_dir():
             return None
         return CompletionJournal(JournalWriter(folder, self.name, groups_per_block=block, sync_s=sync_s))
@@ -83,8 +83,8 @@ class EpisodeWorkerRole(Role):
     async def generate(
         self, requests: Sequence[Group], on: str | None, forgotten: Sequence[TokenFile]
     ) -> AsyncGenerator[tuple[int, tuple[Trajectory, ...], Handle[GroupTokens] | None], None]:
-        """Yield each group's number and episodes, and its tokens behind a handle: none where they are not for training.
-        ``forgotten``: handles that nobody has any more.
+        """Yield each group's number, episodes and handle of its tokens; None for tokens that are not for training.
+        ``forgotten``: handles that are no longer used.
         """
         files, journal = self._files, self._completed
         if files is not None:
@@ -100,6 +100,6 @@ class EpisodeWorkerRole(Role):
 
     async def close(self) -> None:  # type: ignore[override]
         """Leave all replicas."""
-        if hasattr(self, "worker"):  # else the start failed before `serve`
+        if hasattr(self, "worker"):  # otherwise the start failed before `serve`
             await self.worker.close()
         self._process.close()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class FileProbe:
-    """Access to files for every role and the driver, on another thread: also while a worker computes.
+    """Access to files for every role and the driver. Runs on another thread, also while a worker computes.
 
     A mark is a small file with a text of its own. A process that reads that text (`text_of`) sees the directory in
     which the mark was left, and not one of the same path on another machine.
@@ -56,7 +56,7 @@ class FileProbe:
         return None
 
     async def text_of(self, file: Path) -> str | None:
-        """Return the text of ``file``; None where there is none."""
+        """Return the text of ``file``; None if there is none."""
         try:
             return await asyncio.to_thread(file.read_text, encoding="utf-8")
         except (OSError, UnicodeDecodeError):
@@ -64,11 +64,11 @@ class FileProbe:
 
     async def remove_mark(self, mark: Path) -> None:
         """Remove the file ``mark``, if it is there and can be removed."""
-        with suppress(OSError):  # some bytes under a hidden name are in nobody's way
+        with suppress(OSError):  # a small hidden file does no harm
             await asyncio.to_thread(mark.unlink, missing_ok=True)
 
     async def model_files(self, path: str) -> dict[str, str] | None:
-        """Return the `fingerprint` of the model's folder at ``path``; None where there is none."""
+        """Return the `fingerprint` of the model's folder at ``path``; None if there is none."""
         return await asyncio.to_thread(fingerprint, Path(path))
 
 
@@ -110,14 +110,14 @@ class Role:
         self.lookout = FileProbe(host)
         self.profile = ProcessProfile(name)
         self.batch = BatchCache(fetch)
-        """The rows of the batch that has begun."""
+        """Cache of the open batch's rows."""
 
     @register(Dispatch.RANK_ZERO)
     def open_store(self) -> Address:
         """Host the store at which the role's ranks meet, and the trainer's with its receivers. Returns its address."""
         from headway.engines.weights.transports.process_group import open_store
 
-        # Kept, for the store lives as long as this object.
+        # Kept, because the store lives as long as this object.
         self._store, port = open_store(self._host, self._timeouts.start_s)
         return self._host, port
 
@@ -126,8 +126,8 @@ class Role:
         return hardware_here(self._device)
 
     def memory(self) -> tuple[str, int | None, int | None]:
-        """Return the name of this machine, and the bytes of the rank's device, and those free there: on a CPU None, and
-        the free ones of the machine.
+        """Return this machine's name, the size of the rank's device and its free memory, in bytes. On a CPU the size is
+        None, and free memory is the machine's.
         """
         kind = kind_of(self._device)
         return place(self._host), kind.total_memory(self._device), kind.free_memory(self._device)
@@ -156,19 +156,20 @@ class Role:
             store=join_store(store, f"ranks/{role}", self._timeouts.start_s),
             rank=self._rank,
             world_size=self._world_size,
-            # Longer than all watches of the driver, which knows who hangs: torch's own limit would end those that wait.
+            # Longer than all watches of the driver, which knows the hanging rank: torch's limit would end the waiting
+            # ones.
             timeout=timedelta(seconds=self._timeouts.ranks_s),
         )
 
     @property
     def _timeouts(self) -> Timeouts:
-        """Time limits by which ranks wait for each other."""
+        """Return the time limits for ranks that wait for each other."""
         on_gpu = kind_of(self._device).flex_attention
         return Timeouts.of(self._config, model_nbytes(self._model_path), on_gpu=on_gpu)
 
     @cached_property
     def _mesh(self) -> TrainMesh:
-        """The role's ranks, once they have met: one mesh for all models on them. Collective where it is made."""
+        """Mesh of the role's ranks, shared by all models on them. The first access is collective."""
         import torch
 
         from headway.engines.train.fsdp.device_mesh import TrainMesh
@@ -177,4 +178,4 @@ class Role:
         return TrainMesh.make(self._config.actor.parallel, torch.device(self._device), within)
 
     def close(self) -> None:
-        """Release what would outlive the process or the role."""
+        """Release resources that would outlive the process or the role."""

@@ -50,7 +50,7 @@ class ReplicaSpec:
     dtype: str
     """Dtype of the served weights, as torch spells it without the prefix."""
     receive: Receive | None
-    """Function that receives weights; None, as ``manifest``, where the replica's weights never change."""
+    """Function that receives weights. It and ``manifest`` are None if the replica's weights never change."""
     manifest: Manifest | None
     clock: Callable[[], float]
 
@@ -73,13 +73,13 @@ class ReplicaSpec:
 
     @property
     def in_one_process(self) -> bool:
-        """True where the trainer runs in this process, and so on the same device as the replica."""
+        """True if the trainer runs in this process, and so on the replica's device."""
         return self.config.cluster.backend == "inline" and self.receive is not None
 
     def room(self) -> ReplicaRoom | None:
-        """Return what the replica may take of each of its GPUs; None on a CPU, and where sizes are not known.
+        """Return the memory that the replica may use of each of its GPUs; None on a CPU, or if sizes are unknown.
 
-        Raises `ConfigError` where there is no room for one whole answer.
+        Raises `ConfigError` if there is no room for one whole answer.
         """
         from headway.models.pretrained import load_config
 
@@ -106,7 +106,8 @@ async def start_native(replica: ReplicaSpec) -> Any:
     model = (await asyncio.to_thread(load)).to(replica.device)
     if room is not None:
         kind = kind_of(replica.device)
-        # Of what is free now: sized by the whole card, it left nothing to other processes, or to a trainer in this one.
+        # Sized by the memory free now: by the whole card, it left nothing to other processes or to a trainer in this
+        # one.
         cache_bytes = room.cache_in(kind.free_memory(replica.device) or 0, kind.allocated_memory(replica.device) or 0)
     return NativeEngine(
         model,
@@ -125,7 +126,7 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
     options = config.rollout.engine_kwargs
     beside = config.cluster.placement == "shared" or replica.in_one_process
     if beside and (room := replica.room()) is not None and room.share > 0:
-        # By default vLLM wants nearly all of the device, which after the first training step it finds taken.
+        # By default vLLM uses nearly all of the device, which is taken after the first training step.
         options = {"gpu_memory_utilization": room.share, **options}  # the user's own value comes last, and counts
     engine = VllmEngine(
         Path(replica.model_path),
@@ -139,7 +140,7 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
     )
     try:
         await engine.start()
-    except BaseException:  # nobody else knows of the engine
+    except BaseException:  # nothing else would close the engine
         await engine.close()
         raise
     return engine
@@ -158,10 +159,10 @@ WITHIN = "within"
 
 
 class RolloutRole(Role):
-    """Role of one replica. ``engine`` runs in a separate thread; callers name its coroutines (``engine.pause``)."""
+    """Role of one replica. ``engine`` runs in a separate thread, and is called by name (``engine.pause``)."""
 
     def __init__(self, *, shares_device: bool = False, **common: Any) -> None:
-        """Create the role. ``shares_device``: a training rank of this process uses the device, too, in turns."""
+        """Create the role. ``shares_device``: True if a training rank in this process uses the device in turns."""
         super().__init__(**common)
         self._shares_device = shares_device
         self._offset = 0.0
@@ -200,7 +201,7 @@ class RolloutRole(Role):
         return capabilities
 
     async def stage_weights(self, version: int, left: Left) -> ReceiveReport:
-        """Stage ``version`` in the engine. ``left``: what senders left, or where another process has the version."""
+        """Stage ``version`` in the engine. ``left``: senders' stored versions, or the copy of another process."""
         with self.inbox.holding(version, left):
             return await self.engine.stage_weights(version)
 
@@ -219,7 +220,7 @@ class RolloutRole(Role):
         await self.engine.wake()
 
     def _make_room(self) -> None:
-        """Free what a training rank of this process has cached on the device: the engine may be another process.
+        """Free device memory cached by a training rank in this process, since the engine may be another process.
 
         Called before the engine takes memory, when the rank has done its part.
         """
@@ -227,7 +228,7 @@ class RolloutRole(Role):
             kind_of(self._device).release_cached()
 
     async def monotonic(self) -> float:
-        """Return this machine's monotonic time in seconds, to be compared with the driver's."""
+        """Return this machine's monotonic time in seconds, for comparison with the driver's."""
         return time.monotonic()
 
     def clock(self) -> float:
@@ -246,10 +247,10 @@ class FusedRole:
 
     def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
         self.actor = ActorRole(**actor, name=name, **common)
-        _, plus, again = name.partition("+")  # a name is one replica's: those that are lost keep theirs
+        _, plus, again = name.partition("+")  # names are never reused, also after a loss
         replica = rollout["name"] + plus + again
         self.rollout = RolloutRole(**rollout | {"name": replica}, **common, shares_device=True)
-        # What is asked of a process, and not of a role in it.
+        # Calls to the process, not to one of its roles.
         self.lookout, self.profile, self.hardware = self.actor.lookout, self.actor.profile, self.actor.hardware
 
     def connect_within(self, dtype: str, timeout_s: float) -> None:
@@ -260,7 +261,7 @@ class FusedRole:
         self.rollout.inbox.open([link])
 
     async def close(self) -> None:
-        """Close both roles, the engine first: it computes with what the rank shares with it."""
+        """Close both roles, the engine first, since it computes with memory of the rank."""
         try:
             await self.rollout.close()
         finally:

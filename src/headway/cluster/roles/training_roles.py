@@ -1,6 +1,6 @@
 """Roles of ranks that compute with samples: the trainer's, and those of critic, reference and log-probs.
 
-The trainer's ranks send weights, those that recompute log-probs (log π_prox) receive them. Registered methods that
+The trainer's ranks send weights; ranks that recompute log-probs (log π_prox) receive them. Registered methods that
 compute are collective over the ranks of a role.
 """
 
@@ -112,7 +112,7 @@ class ActorRole(ColumnRole):
 
     @register(Dispatch.RANK_ZERO)
     def layout(self, dtype: str) -> Manifest:
-        """Return the manifest of the weights as receivers in ``dtype`` get them."""
+        """Return the manifest of the weights for receivers in ``dtype``."""
         import torch
 
         # Kernels of several communicators, beside those that decode, would wait for each other on a receiver's device.
@@ -135,20 +135,20 @@ class ActorRole(ColumnRole):
 
     @register(Dispatch.RANK_ZERO)
     def outcome_advantages(self, outcomes: Outcomes) -> NDArray[np.float32] | None:
-        """Return the advantage of each episode of a whole batch, [E]; None where tokens have to be looked at."""
+        """Return the advantage of each episode of a whole batch, [E]; None if the estimator needs tokens."""
         return self._advantages.of_outcomes(outcomes)
 
     @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
     def advantages(self, samples: Sequence[TrainSample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
-        """Return the advantages of each sample of a whole batch, all of whose tokens are looked at here."""
+        """Return the advantages of each sample of a whole batch, computed from all of its tokens."""
         columns = self._advantages(self.batch.rows(samples, once=True), outcomes)
         self._returns = columns.get(ColumnName.RETURNS, [])
         return columns[ColumnName.ADVANTAGES]
 
     @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
     def returns(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
-        """Return what `advantages` was called for last: the returns of each of its samples. There is a critic."""
-        returns, self._returns = self._returns, []  # not held until the next batch's take their place
+        """Return the returns of each sample of the last call of `advantages`. Requires a critic."""
+        returns, self._returns = self._returns, []  # freed now, not at the next batch
         return returns
 
     @register(Dispatch.SPLIT, Collect.JOINED)
@@ -172,7 +172,7 @@ class ActorRole(ColumnRole):
         try:
             sent = self.outbox.send(version, send, partial(self._engine.gather, everywhere=everywhere))
         finally:
-            probe = self.probe() if verify else None  # also after a failure: the other ranks compute it, too
+            probe = self.probe() if verify else None  # also after a failure: it is collective
         if sent is None or (everywhere and self._rank):
             return None
         return replace(sent, report=replace(sent.report, probe=probe))
@@ -190,7 +190,7 @@ class ActorRole(ColumnRole):
 
     @register(Dispatch.RANK_ZERO)
     def padded(self) -> str | None:
-        """Return why the model's rows are padded and not packed; None where they are packed."""
+        """Return why the model's rows are padded and not packed; None if they are packed."""
         return self._engine.padded
 
     @register(Dispatch.ONE_TO_ALL)
@@ -211,7 +211,7 @@ class ActorRole(ColumnRole):
         self._engine.export(path)
 
     def close(self) -> None:
-        """Leave the groups that carry weights, and remove the files that they left."""
+        """Leave the process groups that carry weights, and remove files of stored versions."""
         self.outbox.close()
 
 
@@ -228,9 +228,9 @@ class RefRole(ColumnRole):
 
 
 class LogpRole(Role):
-    """Role of one rank that recomputes log-probs, by its ``copy`` of the policy, whose methods callers name
-    (``copy.activate``). Methods that compute are collective over these ranks; each takes its part of new weights from
-    its machine's copy.
+    """Role of one rank that recomputes log-probs with its ``copy`` of the policy, which is called by name
+    (``copy.activate``). Methods that compute are collective over these ranks. Each rank takes its part of new weights
+    from its machine's copy.
     """
 
     def __init__(self, **common: Any) -> None:
@@ -255,7 +255,7 @@ class LogpRole(Role):
         return self.copy.proximal_logprobs(self.batch.rows(samples), version)
 
     async def stage_weights(self, version: int, left: Left) -> ReceiveReport:
-        """Stage ``version``. ``left``: what senders left, or where another process has the version."""
+        """Stage ``version``. ``left``: senders' stored versions, or the copy of another process."""
         with self.inbox.holding(version, left):
             return await self.copy.stage_weights(version)
 

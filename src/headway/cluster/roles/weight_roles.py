@@ -45,7 +45,7 @@ Left = tuple[StoredVersion | None, ...] | HostCopy
 
 
 def transport_in(config: Config) -> str:
-    """Return the transport of a run, where ``param_update.transport`` may be ``auto``."""
+    """Return the transport of a run, with ``auto`` resolved."""
     shared = config.cluster.placement == "shared"
     return transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
 
@@ -54,9 +54,9 @@ class WeightInbox:
     def __init__(self, name: str, here: EndContext) -> None:
         self._name, self._here = name, here
         self._receivers: list[WeightReceiver] = []
-        """The end of each sender's link."""
+        """Receiving end of each sender's link."""
         self._shares: list[Manifest] = []
-        """What comes over each link."""
+        """Layout of the weights that come over each link."""
         self._openings = 0
         self._left: dict[int, Left] = {}
 
@@ -70,17 +70,17 @@ class WeightInbox:
             for link in links:  # one after the other, as the other receivers do
                 receivers.append(open_receiver(link, self._name, self._here))
                 opened.callback(receivers[-1].close)
-            if opening == self._openings:  # else all met anew, while this one waited for somebody who never came
+            if opening == self._openings:  # otherwise all have connected again, while this attempt waited in vain
                 opened.pop_all()
                 self._receivers, self._shares = receivers, [link.manifest for link in links]
 
     async def connect(self, links: Sequence[Link]) -> None:
-        """Open links as `open` does, on a new thread: one that never comes about must not hold up the next one."""
+        """Open links as `open` does, on a new thread: an attempt that hangs must not block the next one."""
         await asyncio.to_thread(self.open, links)
 
     @contextmanager
     def holding(self, version: int, left: Left) -> Iterator[None]:
-        """Hold what was left of ``version`` until the block ends."""
+        """Keep the stored ``version`` until the block ends."""
         self._left[version] = left
         try:
             yield
@@ -88,7 +88,7 @@ class WeightInbox:
             self._left.pop(version, None)
 
     def receive(self, version: int, incoming: IncomingWeights) -> None:
-        """Receive ``version``, or map it where another process of this machine has. Blocks."""
+        """Receive ``version``, or map it if another process of this machine has it. Blocks."""
         left = self._left.get(version, ())
         if isinstance(left, HostCopy):
             self.close()  # another worker receives now
@@ -104,7 +104,7 @@ class WeightInbox:
             return
         with ThreadPoolExecutor(len(shares), thread_name_prefix=f"headway-receive-{self._name}") as threads:
             arrivals = [threads.submit(receiver.receive, version, sink, stored) for receiver, sink, stored in shares]
-        # After all threads have ended: none may write into the weights once this has raised.
+        # Raise after all threads have ended: none may write into the weights afterwards.
         for arrival in arrivals:
             arrival.result()
 
@@ -118,7 +118,7 @@ Gather = Callable[[Manifest, int], "Iterator[Window]"]
 """Function that gathers this rank's share of a layout, bucket by bucket. Collective over the ranks."""
 
 MOST_SENDS = 64
-"""Maximum number of sends at once, beside training."""
+"""Maximum number of concurrent sends beside training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,26 +128,28 @@ class Send:
     dtype: str
     key: str
     base: int | None
-    """Version that all receivers are known to hold, for a delta; None: all bytes are sent."""
+    """Version that all receivers hold, as the base of a delta; None to send all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Result of sending a version: by one rank, or (`joined`) by all that send."""
+    """Result of sending a version, by one rank or, after `joined`, by all sending ranks."""
 
     report: SendReport
     digests: tuple[int, ...]
-    """Digests of the tensors that were sent, in the layout's order."""
+    """Digests of the sent tensors, in the layout's order."""
     stored_versions: tuple[StoredVersion | None, ...]
     """Stored versions for receivers of a stored transport, one of each rank."""
 
     def joined(self, others: Sequence[Sent | None]) -> Sent:
-        """Return the result of all ranks: those after this one sent the ``others``, or nothing."""
+        """Return the combined result of all ranks. ``others``: results of the later ranks; None if a rank sent
+        nothing.
+        """
         every = [self, *(sent for sent in others if sent is not None)]
         digests = tuple(digest for sent in every for digest in sent.digests)
         stored_versions = tuple(stored for sent in every for stored in sent.stored_versions)
         reports = [sent.report for sent in every]
-        # The others wait for it where they gather, which is none of the work.
+        # The others wait for the slowest in gather, which is no work.
         slowest = max(reports, key=lambda report: report.send_s)
         report = replace(
             slowest,
@@ -164,16 +166,16 @@ class Sent:
 class _Route:
     manifest: Manifest
     share: Manifest | None
-    """Layout of what this rank sends; None where it sends nothing."""
+    """Layout of the weights that this rank sends; None if it sends nothing."""
     staged: Staged | None
-    """Copy of the share; None where none is made."""
+    """Copy of the share; None if no copy is made."""
 
 
 class WeightSendRole:
     """Sending of one rank's share of the weights. Ranks without a share take part in gathering and send nothing."""
 
     def __init__(self, config: Config, rank: int, here: EndContext) -> None:
-        """Create the role for rank ``rank``, which sends the share of that number, if there is one."""
+        """Create the role for rank ``rank``, which sends the share with that number, if there is one."""
         self._rank, self._here = rank, here
         self._bucket_bytes = bucket_bytes(config.rollout.param_update_preduce_bucket_size_mb)
         self._with_delta = config.param_update.encoding == "delta"
@@ -224,11 +226,11 @@ class WeightSendRole:
                 return replace(sent, report=replace(sent.report, gather_s=gathered.gather_s, changed=gathered.changed))
             stream = Stream(share, windows)
             sent = self._send(version, send, stream, share)
-            # Gathering took place between two buckets that were sent: its time is taken off.
+            # Gathering took place between sending buckets: its time is subtracted.
             send_s = sent.report.send_s - stream.gather_s
             return replace(sent, report=replace(sent.report, gather_s=stream.gather_s, send_s=send_s))
         finally:
-            # Drawing is collective: where this rank fails, the others would wait in the next bucket's reduction.
+            # Drawing windows is collective: if this rank stopped, the others would wait in the next bucket's reduction.
             deque(windows, maxlen=0)
 
     def gather(self, version: int, gather: Gather) -> GatherReport:
@@ -239,7 +241,7 @@ class WeightSendRole:
             try:
                 if route.staged is not None:
                     reports.append(route.staged.gather(version, windows))
-            finally:  # a rank without a share, or one that fails, draws its windows, too: that is collective
+            finally:  # drawing windows is collective, also without a share or after a failure
                 deque(windows, maxlen=0)
         return GatherReport(
             gather_s=sum(report.gather_s for report in reports),

@@ -1,1 +1,1 @@
-"""The driver's view of a weight update: who is connected to whom, and what each copy holds."""
+"""The driver's view of a weight update: connections of workers, and the version in each copy."""

@@ -1,4 +1,4 @@
-"""New weights on a machine: received once and mapped by its other workers, or handed over within a process.
+"""New weights on a machine: received once and mapped by its other workers, or passed within a process.
 
 begin ─▶ stage, asked of each worker ─┬─ the owner ─▶ receives ──────────────────────┐
                                       └─ another ───▶ waits for it ─▶ maps its memory ┴▶ staged
@@ -20,9 +20,9 @@ from headway.runtime.task_groups import failure_ignored
 
 
 class HostWeights:
-    """Weights that come once, into the memory of one worker, for all workers of a machine that can map it.
+    """One copy of the weights, received by one worker and mapped by all other workers of the machine.
 
-    A worker that receives in place, or can share with nobody, has a copy to itself.
+    A worker that receives in place, or cannot share memory, has a copy of its own.
     """
 
     def __init__(
@@ -32,39 +32,39 @@ class HostWeights:
 
         Args:
             key: name of the copy.
-            dtype: of its weights.
-            streamed: sender and receivers run at the same time; else whoever receives waits for what senders left.
+            dtype: dtype of the weights.
+            streamed: True if sender and receivers run at the same time; False if receivers wait for stored versions.
             mapping_s: seconds for which workers wait for the one that receives for them.
-            on_failure: is called with a worker that did not receive what it was to.
+            on_failure: function called with a worker that failed to receive.
         """
         self.key, self.dtype = key, dtype
         self._streamed = streamed
         self._mapping_s = mapping_s
         self._on_failure = on_failure
         self.owner: Worker | None = None
-        """Worker that receives; None before anybody was reached."""
+        """Worker that receives; None before the first `begin`."""
         self.link: str | None = None
         """Key of the link that the owner is connected to."""
         self.holds: int | None = None
-        """Version that is known to be there, as a whole."""
+        """Version that the copy holds completely; None if unknown."""
         self.trusted = True
-        """True while a stored version may be used for this copy as for others."""
+        """True while stored versions may be used for this copy; False after a failure."""
         self._stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]]
-        """Stored versions of the transfer that is under way, from `begin` on."""
+        """Stored versions of the current transfer, set by `begin`."""
         self._arrival: asyncio.Task[ReceiveReport] | None = None
-        """Report of the version that the owner was last told to receive."""
+        """Task that receives the current version; None until it is staged."""
 
     def begin(self, workers: Sequence[Worker]) -> None:
         """Prepare for a version that ``workers`` load, one of which takes over if the owner is not among them."""
         if self._arrival is not None:
-            self._arrival.cancel()  # of the version before, if it has not ended
+            self._arrival.cancel()  # of the previous version, if it has not ended
         self._stored_versions, self._arrival = asyncio.get_running_loop().create_future(), None
         if self.owner not in workers:
             self.owner = workers[0]
             self.holds, self.link = None, None
 
     def sent(self, stored_versions: tuple[StoredVersion | None, ...]) -> None:
-        """Say that a version was sent, and what its senders left of it."""
+        """Note that a version was sent, with the senders' stored versions."""
         if not self._stored_versions.done():
             self._stored_versions.set_result(stored_versions)
 
@@ -76,7 +76,7 @@ class HostWeights:
             self._stored_versions.exception()  # retrieved here: nobody may be waiting for it
 
     def distrust(self, owner: Worker | None) -> None:
-        """Have the next version come whole: ``owner`` did not get the last one."""
+        """Note that ``owner`` did not receive the last version: the next one is sent whole."""
         self.holds, self.trusted = None, False
         if owner is not None:
             self._on_failure(owner)
@@ -97,7 +97,7 @@ class HostWeights:
             # With a stream both ends work at once: the sender's stored versions come only when it has ended.
             left = () if self._streamed else await stored_versions
             report: ReceiveReport = await owner.call("stage_weights", version, left)
-        except BaseException:  # cancelled, too: what the owner holds is not known then
+        except BaseException:  # also for a cancellation: the owner's version is unknown then
             self.distrust(owner)
             raise
         self.holds = version
@@ -106,8 +106,8 @@ class HostWeights:
     async def _map(
         self, worker: Worker, owner: Worker, version: int, arrival: asyncio.Task[ReceiveReport]
     ) -> ReceiveReport:
-        """Let ``worker`` map what ``owner`` receives. Whatever happens to the owner is no fault of it."""
-        # `wait` and not `wait_for`, whose limit would cancel what the owner receives.
+        """Let ``worker`` map the weights that ``owner`` receives. A failure of the owner raises `UpdateMissed`."""
+        # `wait` and not `wait_for`, which would cancel the owner's receiving at the limit.
         await asyncio.wait([failure_ignored(arrival)], timeout=self._mapping_s)
         why: BaseException | str | None
         if not arrival.done():
@@ -128,7 +128,7 @@ NO_COPY = "within a process weights are handed over while training stands still,
 
 
 class WithinProcesses:
-    """Transfers to receivers that each share a process with a training rank, from which they get the weights."""
+    """Transfers to receivers that share a process with a training rank and get the weights from it."""
 
     def __init__(self, actor: WorkerGroup, timeouts: Timeouts, *, verify: bool) -> None:
         self._actor = actor
@@ -138,14 +138,14 @@ class WithinProcesses:
         self._verify = verify
 
     async def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
-        """Connect a replica to the training rank in its process, as the first ones or after both were started again."""
+        """Connect a replica to the training rank in its process, at the start or after a restart of both."""
         (worker,) = workers
         assert isinstance(worker, PartOf), "it shares its process with a training rank"
         await worker.whole.call("connect_within", dtype, self._timeouts.transport_s)
         self._receivers[name], self._dtype = worker, dtype
 
     def trainer_restarted(self, address: Address | None) -> None:
-        """Do nothing: receivers were started again with it, and are added."""
+        """Do nothing: receivers were restarted together with the trainer, and are added again."""
 
     async def reach(self, names: Sequence[str]) -> None:
         """Do nothing: every receiver shares a process with its sender."""

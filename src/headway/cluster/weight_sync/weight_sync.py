@@ -1,10 +1,10 @@
-"""Driver's view of a transfer: who is connected to whom, what each copy holds, and where a version is stored.
+"""Driver's view of a transfer: connections of workers, the version in each copy, and stored versions.
 
     reach(names)             makes missing or broken links, or those made for others, anew, all ends side by side
     send / gather            asked of the trainer's ranks, each for its share
     stage(name)              asked of a receiver's workers, each of which loads from its machine's copy (`HostWeights`)
 
-A delta is sent to copies that are all known to hold the version before; one that failed is assumed to hold nothing.
+A delta is sent only if all copies are known to hold the previous version; a failed copy is assumed to hold none.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from headway.runtime.task_groups import both, concurrently, failure_ignored
 @dataclass(slots=True)
 class _TransportConnection:
     links: list[Link]
-    """Link of each rank that sends."""
+    """Link of each sending rank."""
     owners: Sequence[Worker] = ()
-    """Receiving ends; none until all have met, and when one has failed since."""
+    """Receiving workers; empty until all are connected, and after a failure of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PublishedCopy:
-    """Stored version, for all copies of a dtype."""
+    """Stored version for all copies of a dtype."""
 
     base: int | None
     sending: asyncio.Task[Sent]
 
     def serves(self, copies: Sequence[HostWeights]) -> bool:
-        """Tell whether ``copies`` can use it, as far as is known."""
+        """Return True if ``copies`` can use the stored version, as far as is known."""
         done = self.sending.done()
         failed = done and (self.sending.cancelled() or self.sending.exception() is not None)
         return not failed and all(copy.trusted and self.base in (None, copy.holds) for copy in copies)
@@ -67,13 +67,13 @@ class WeightSync:
         directory: Path | None,
         timeouts: Timeouts,
     ) -> None:
-        """Create the exchange, without receivers.
+        """Create it without receivers.
 
         Args:
             manifests: layout of the weights by served dtype.
-            address: the trainer's store.
-            device: that of the workers.
-            directory: place where a transport that uses files leaves them.
+            address: address of the trainer's store; None without one.
+            device: device of the workers.
+            directory: directory for a transport that stores files; None without files.
         """
         update = config.param_update
         self._actor = actor
@@ -82,24 +82,26 @@ class WeightSync:
         self._address, self._directory, self._timeouts = address, directory, timeouts
         self._transport = transport_in(config)
         self._streamed = TRANSPORTS[self._transport].streamed
-        """True where sender and receivers run at the same time."""
+        """True if sender and receivers run at the same time."""
         self._apart = update.schedule == "overlapped"
-        """True where each receiver gets weights by itself, from a copy."""
+        """True if each receiver gets weights separately, from a copy."""
         self._device = device if through_devices(config, device) else CPU.name
-        """Device between which buckets go; then a replica of the native engine has them there for itself."""
+        """Device that holds the buckets sent. On a GPU, a replica of the native engine receives into a copy of its
+        own."""
         self._receivers: dict[str, list[tuple[Worker, HostWeights]]] = {}
-        """Workers of each receiver, each with the copy that it loads from: several hold the policy together."""
+        """Receiver -> its workers, each with the copy that it loads from. Several workers may hold the policy
+        together."""
         self._copies: dict[str, HostWeights] = {}
         self._connections: dict[str, _TransportConnection] = {}
         self._published: dict[str, _PublishedCopy] = {}
-        """Published versions by dtype: a stored version is sent once for all copies."""
+        """Dtype -> published version: a stored version is sent once for all copies."""
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Locks by link key, held while a link is opened, or used to send where several copies share it."""
+        """Key of a link -> lock, held while the link is opened, or while a link shared by several copies sends."""
         self._generation = 0
 
     async def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
-        """Add a receiver that may be reached from now on, with weights in ``dtype``: one worker, or several that hold a
-        copy of the policy together. A replacement takes the place of the receiver before it.
+        """Add a receiver of weights in ``dtype``: one worker, or several that hold a copy of the policy together. A
+        receiver of the same name is replaced.
         """
         names = await concurrently(self._copy_name(name, worker) for worker in workers)
         copies = [self._copy(f"{dtype}/{copy}", dtype) for copy in names]
@@ -122,11 +124,11 @@ class WeightSync:
         return self._copies[key]
 
     def copy_of(self, name: str) -> str:
-        """Return what `PolicyReceiver.copy` of a receiver is."""
+        """Return `PolicyReceiver.copy` of a receiver."""
         return ", ".join(dict.fromkeys(copy.key for _, copy in self._receivers[name]))
 
     def trainer_restarted(self, address: Address | None) -> None:
-        """Meet other ranks from now on, whose store is at ``address``. They know nothing of what was sent before."""
+        """Note that the trainer has new ranks, whose store is at ``address``. They know no earlier version."""
         self._address = address
         self._connections.clear()
         self._published.clear()
@@ -144,14 +146,16 @@ class WeightSync:
             for worker, copy in self._receivers[name]:
                 there[copy.key].append(worker)
         for key, workers in there.items():
-            self._copies[key].begin(workers)  # before any link: who receives for a machine may be another one now
+            self._copies[key].begin(workers)  # before any link: a machine's receiving worker may have changed
         await concurrently(self._connect(key, members) for key, members in self._by_link(names).items())
 
     def _copies_of(self, names: Sequence[str]) -> list[HostWeights]:
         return list({copy.key: copy for name in names for _, copy in self._receivers[name]}.values())
 
     def _by_link(self, names: Sequence[str]) -> dict[str, list[HostWeights]]:
-        """Return the copies by key of their link: one per copy with a stream to itself, else one for all of a dtype."""
+        """Return key of a link -> its copies: one link per copy with its own stream, else one for all copies of a
+        dtype.
+        """
         found: dict[str, list[HostWeights]] = defaultdict(list)
         for copy in self._copies_of(names):
             found[copy.key if self._streamed and self._apart else copy.dtype].append(copy)
@@ -167,7 +171,7 @@ class WeightSync:
                 await self._open_owners(key, connection.links, [copy for copy in copies if copy.link != key])
 
     async def _meet(self, key: str, copies: Sequence[HostWeights], owners: Sequence[Worker]) -> None:
-        """Open all ends of new links side by side, as those of some transports wait for each other."""
+        """Open all ends of new links side by side, since the ends of some transports wait for each other."""
         links = self._links(copies[0].dtype, owners)
         connection = self._connections[key] = _TransportConnection(links)
         senders = zip(self._actor.workers, links, strict=False)
@@ -175,7 +179,7 @@ class WeightSync:
             concurrently(rank.call("outbox.connect", key, link) for rank, link in senders),
             self._open_owners(key, links, copies),
         )
-        connection.owners = owners  # after both: a rendezvous that failed half-way is held again
+        connection.owners = owners  # only after both: a rendezvous that failed half-way is repeated
 
     async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[HostWeights]) -> None:
         await concurrently(self._open_owner(copy.owner, links) for copy in copies if copy.owner is not None)
@@ -192,7 +196,7 @@ class WeightSync:
         """Make a link for each rank that sends a share."""
         links = []
         for rank, share in zip(self._actor.workers, self._manifests[dtype].shares(), strict=False):
-            self._generation += 1  # each rendezvous has a number: one that was given up would else meet the next
+            self._generation += 1  # numbered, so that an abandoned rendezvous cannot mix with the next
             link = Link(
                 self._transport,
                 share,
@@ -220,7 +224,8 @@ class WeightSync:
                 try:
                     sent: Sent = await self._actor.send_weights(version, send, False, verify)
                 except UpdateFailed as failure:
-                    # Receivers of the other dtypes wait for theirs: one group that breaks would cost them the version.
+                    # Receivers of other dtypes wait for their sends: continue, so that one failure does not cost them
+                    # the version.
                     failures.append(failure)
                     continue
                 reports[dtype] = sent.report
@@ -233,7 +238,7 @@ class WeightSync:
     async def gather(self, version: int) -> GatherReport:
         """Gather a version into the ranks' copies, as `TrainEngine.gather_weights` does."""
         report: GatherReport = await self._actor.gather_weights(version, self._config.param_update.verify)
-        self._published.clear()  # what is stored is an earlier version's
+        self._published.clear()  # stored versions are outdated
         return report
 
     async def send_gathered(self, version: int, names: Sequence[str]) -> SendReport:
@@ -265,7 +270,7 @@ class WeightSync:
         return sent
 
     async def _publish(self, version: int, copies: Sequence[HostWeights]) -> Sent:
-        """Send a version once for all copies of a dtype; once more, whole, for those that cannot use what was sent."""
+        """Send a version once for all copies of a dtype, and once more, whole, for copies that cannot use the delta."""
         dtype = copies[0].dtype
         async with self._turns[dtype]:
             published = self._published.get(dtype)
@@ -277,7 +282,7 @@ class WeightSync:
                 sending = asyncio.create_task(self._from_all_ranks(version, Send(dtype, dtype, base)))
                 published = self._published[dtype] = _PublishedCopy(base, sending)
         assert published is not None
-        # Shielded: whoever asked first may be left out before it is done, and the others need it, too.
+        # Shielded: the first caller may be cancelled before it is done, and others need the result, too.
         sent: Sent = await asyncio.shield(failure_ignored(published.sending))
         for copy in copies:
             copy.trusted = True
@@ -286,7 +291,7 @@ class WeightSync:
         return sent if first else replace(sent, report=replace(sent.report, send_s=0.0, nbytes=0))
 
     def _base(self, copies: Sequence[HostWeights]) -> int | None:
-        """Return the version that all ``copies`` hold, where a delta may be sent to them; None otherwise."""
+        """Return the version that all ``copies`` hold, as the base of a delta; None if no delta may be sent."""
         held = {copy.holds for copy in copies}  # {None} where none is known to hold anything
         return held.pop() if self._config.param_update.encoding == "delta" and len(held) == 1 else None
 
@@ -310,7 +315,7 @@ class WeightSync:
         return max(reports, key=lambda report: report.recv_s)
 
     def _broke(self, owner: Worker) -> None:
-        """Have links at which ``owner`` failed made anew, where the ends depend on each other."""
+        """Mark links of the failed ``owner`` to be reopened, if their ends depend on each other."""
         if self._streamed:
             for connection in self._connections.values():
                 if owner in connection.owners:
@@ -337,4 +342,4 @@ def _together(reports: Sequence[SendReport], checksums: Mapping[str, int]) -> Se
 
 
 WeightPaths = WeightSync | WithinProcesses
-"""Transfer of weights from the trainer's ranks to receivers."""
+"""Transfers of weights from the trainer's ranks to receivers: between processes, or within them."""
