@@ -177,16 +177,25 @@ def test_a_refused_resume_leaves_nothing_of_the_ray_that_it_began(recipe: Path, 
     """Starts and ends a Ray of its own, which takes seconds."""
     run = Stopped(recipe, tmp_path / "run")
     run.save(source=source(run, rows=3))
-    before, sessions = set(descendants(os.getpid())), set(Path(tempfile.gettempdir(), "ray").glob("session_2*"))
-    begun = []
+    before, begun = set(descendants(os.getpid())), []
+
+    def sessions() -> set[Path]:
+        """Those that this process began: other tests' workers begin theirs beside it."""
+        return set(Path(tempfile.gettempdir(), "ray").glob(f"session_2*_{os.getpid()}"))
+
+    sessions_before = sessions()
     with pytest.MonkeyPatch.context() as patch:
         start = RayCluster._init
-        patch.setattr(RayCluster, "_init", lambda cluster: (start(cluster), begun.append(descendants(os.getpid()))))
+        patch.setattr(
+            RayCluster, "_init", lambda cluster: (start(cluster), begun.append((descendants(os.getpid()), sessions())))
+        )
         shown = refused(run, LONGER, "cluster.backend=ray")
     assert _matches(MESSAGES["other data"].message, shown, tmp_path), shown
-    assert len(begun[0]) > len(before) + 2
+    [(processes, own)] = begun
+    assert len(processes) > len(before) + 2
+    assert len(own) == len(sessions_before) + 1
     assert set(descendants(os.getpid())) <= before
-    assert set(Path(tempfile.gettempdir(), "ray").glob("session_2*")) <= sessions
+    assert sessions() <= sessions_before
 
 
 @pytest.mark.parametrize(
