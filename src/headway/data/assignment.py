@@ -15,7 +15,7 @@ from operator import attrgetter
 from headway.data.types import TrainSample, TrajectoryId
 
 WORTH = 0.01
-"""Minimum share by which cutting groups must shorten the longest rank's work: each piece computes the prompt again."""
+"""Minimum share of the longest rank's work that cutting groups must save: each piece computes the prompt again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Cost:
         return self._of(length, 0)
 
     def response(self, prompt_length: int, length: int) -> float:
-        """Return the cost of a response of ``length`` tokens behind its prompt, without that."""
+        """Return the cost of a response of ``length`` tokens after its prompt, without the prompt."""
         return self._of(length, prompt_length)
 
     def _of(self, tokens: int, before: int) -> float:
@@ -72,7 +72,7 @@ class _Work:
 
 
 _Placed = tuple[list[float], list[list[_Work]]]
-"""Load and work of bins, which are not ranks yet."""
+"""Load and work of each bin. A bin is not assigned to a rank yet."""
 
 
 def assign(mini_batches: Sequence[Sequence[TrainSample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
@@ -88,7 +88,7 @@ def assign(mini_batches: Sequence[Sequence[TrainSample]], ranks: int, cost: Cost
     totals = [0.0] * ranks
     for samples in mini_batches:
         loads, bins = _best(_groups(samples, cost), ranks)
-        # Any bin may be any rank's: the heaviest one goes to the rank that has least of the batch so far.
+        # Any bin may go to any rank: the heaviest one goes to the rank with the least work of the batch so far.
         heaviest_first = sorted(range(ranks), key=lambda bin: (-loads[bin], bin))
         for bin, rank in zip(heaviest_first, sorted(range(ranks), key=lambda r: (totals[r], r)), strict=True):
             totals[rank] += loads[bin]
@@ -129,9 +129,9 @@ def _best(groups: Sequence[Sequence[_Work]], ranks: int) -> _Placed:
     whole = [_whole(group) for group in groups]
     best = undivided = _place(whole, ranks)
     longest = max(undivided[0])
-    # The longest rank has at least the mean, and no less than the costliest episode, which is never cut.
+    # The longest rank has at least the mean, and at least the costliest episode, which is never cut.
     least = max([sum(work.cost for work in whole) / ranks, *(one.cost for group in groups for one in group)])
-    if longest <= (1 + WORTH) * least:  # nothing can gain more than that
+    if longest <= (1 + WORTH) * least:  # no other placement can gain more than that
         return undivided
     most_episodes = max(map(len, groups))
     for pieces in _doubling(2, ranks):
@@ -145,19 +145,19 @@ def _best(groups: Sequence[Sequence[_Work]], ranks: int) -> _Placed:
 
 
 def _place(units: Sequence[_Work], ranks: int) -> _Placed:
-    """Place the costliest unit first, each where the work is then least; a prompt that is there costs nothing again."""
+    """Place the costliest unit first, each in the bin with the least work then. A prompt costs a bin only once."""
     loads = [0.0] * ranks
     bins: list[list[_Work]] = [[] for _ in range(ranks)]
     there: dict[GroupId, dict[int, set[int]]] = {}
-    """Group → bin → lengths of its prompts that are computed there."""
+    """Group → bin → lengths of the group's prompts that the bin computes."""
     for unit in sorted(units, key=attrgetter("cost"), reverse=True):
         own = there.setdefault(unit.group, {})
         after = {}
-        # The emptiest bin, and bins with a prompt of the group: no other bin can be better.
+        # Only the emptiest bin, and bins with a prompt of the group: no other bin can be better.
         for bin in {loads.index(min(loads)), *own}:
             new = sum(cost for length, cost in unit.prompts.items() if length not in own.get(bin, ()))
             after[bin] = loads[bin] + unit.responses + new
-        # Ties by number: the assignment is a function of the batch alone, in any process
+        # Ties go by number: the assignment depends on the batch alone, in any process
         bin = min(after, key=lambda bin: (after[bin], bin))
         loads[bin] = after[bin]
         bins[bin].append(unit)
@@ -173,7 +173,7 @@ def _whole(group: Sequence[_Work]) -> _Work:
 
 
 def _pieces(group: Sequence[_Work], most: int) -> list[_Work]:
-    """Cut a group into up to ``most`` pieces of about the same cost, each of them whole episodes."""
+    """Cut a group into at most ``most`` pieces of whole episodes and about the same cost."""
     pieces = [_Work(group[0].group) for _ in range(min(most, len(group)))]
     for episode in sorted(group, key=attrgetter("responses"), reverse=True):
         min(pieces, key=attrgetter("responses")).add(episode)

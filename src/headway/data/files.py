@@ -21,10 +21,10 @@ from headway.errors import DataError, boundary, shown
 Messages = list[dict[str, Any]]
 """A chat: ``{"role": …, "content": …}``, oldest first."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""ShareGPT's name of a role, in ``{"from": …, "value": …}`` → the role."""
+"""ShareGPT's name of a role, from ``{"from": …, "value": …}`` → the role."""
 
 ANSWER_KEYS = ("reward_model.ground_truth", "answer")
-"""Default keys of the ground truth; the first one in a row counts. The former is verl's."""
+"""Default keys of the ground truth; the first one in a row counts. The first is verl's."""
 
 
 FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
@@ -35,7 +35,7 @@ COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xf
 CHAT_AS_TEXT = re.compile(
     r"""\s*(?:array\()?\s*\[\s*\{\s*(['"])(?:role|content|from|value|name|tool_calls|tool_call_id)\1\s*:"""
 )
-"""Pattern of the beginning of chat messages as text: in JSON, or in Python's or NumPy's form."""
+"""Pattern for the beginning of chat messages that are text: in JSON, or in Python's or NumPy's form."""
 A_ROLE = re.compile(r"""(['"])(?:role|from)\1\s*:""")
 LONGEST_FIELD = 2**31 - 1
 """Maximum characters of a CSV field. Python's default, 128 K, is too small for some prompts."""
@@ -50,7 +50,7 @@ class Columns:
     """Column of the ground truth, or with dots a value inside a column. ``auto``: the row's first of `ANSWER_KEYS`, or
     the assistant's last message of a chat, which is then not part of the prompt."""
     name: str | None = None
-    """Name of the source; None: the rows' own."""
+    """Name of the source; None: rows name it themselves."""
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -65,20 +65,20 @@ class Record:
     answer: Any
     source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """All further columns of the row, unchanged."""
+    """All other columns of the row, unchanged."""
     where: str = field(default="", compare=False)
     """Place that the row was read from, for messages."""
 
 
 Row = tuple[str, Any]
-"""A row as it was read: where it is (``file, line 3``), and its value."""
+"""A row as it was read: its place (``file, line 3``), and its value."""
 
 
 def read_records(path: str, columns: Columns) -> list[Record]:
-    """All rows of a ``.jsonl``, ``.csv`` or ``.parquet`` file, in order. Values of a CSV file are texts as they are.
+    """Return the rows of a ``.jsonl``, ``.csv`` or ``.parquet`` file, in order. Values of a CSV file stay texts.
 
-    ``source`` is ``columns.name`` where it is given, else the row's ``data_source`` column where it has one, else the
-    file's name without its ending.
+    ``source`` is ``columns.name`` if given, else the row's column ``data_source`` if it has one, else the file's name
+    without its ending.
 
     Raises:
         DataError: the file is missing, empty, of another kind or unreadable, or a row lacks a column or holds a value
@@ -93,7 +93,7 @@ def read_records(path: str, columns: Columns) -> list[Record]:
 
 
 def file_kind(path: str) -> str:
-    """Return the ending of a data file, in lower case. Raises `DataError` where it is missing, or of another kind."""
+    """Return the ending of a data file, in lower case. Raises `DataError` if it is missing, or of another kind."""
     if not path.strip():
         raise DataError(f"data: got {path!r}, expected the name of a .jsonl, .csv or .parquet file")
     file = Path(path).expanduser()
@@ -112,7 +112,7 @@ def file_kind(path: str) -> str:
 
 
 def file_rows(path: str, columns: Columns | None = None) -> Iterator[Row]:
-    """Yield the rows of a file as they are, in order. ``columns``: those that a row needs; None: any.
+    """Yield the rows of a file unchanged, in order. ``columns``: columns that a row needs; None: any.
 
     Raises:
         DataError: the file is missing, of another kind or unreadable, or lacks a column.
@@ -140,7 +140,7 @@ def records_of(
         check_columns(row, columns, where)
         prompt = read_chat(row[columns.prompt], f"{where}, {columns.prompt!r}")
         answer_key, answer = _answer({**row, columns.prompt: prompt}, columns, where)
-        # The answer is the chat's last message: left there, the prompt would show it to the model.
+        # The answer is the chat's last message: if it stayed, the prompt would show it to the model.
         if answer_key is None:
             prompt = prompt[:-1]
         given = columns.name or row.get("data_source")
@@ -154,10 +154,10 @@ def records_of(
 
 
 def check_columns(present: Iterable[str], columns: Columns | None, where: str) -> None:
-    """Check that the prompt's and the ground truth's columns exist, where ``columns`` says which they are.
+    """Check that the columns of the prompt and the ground truth exist, if ``columns`` names them.
 
-    If the ground truth's column is not named, a chat may end with it, which is checked for each row. Raises `DataError`
-    with the existing columns.
+    If the ground truth's column is not named, it may be a chat's last message, which is checked for each row. Raises
+    `DataError` with the existing columns.
     """
     if columns is None:
         return
@@ -194,7 +194,7 @@ def _missing(keys: Iterable[str], present: Iterable[str], where: str) -> DataErr
 
 
 def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str | None, Any]:
-    """Return the ground truth's key and value. A column whose own name has dots goes before looking inside.
+    """Return the ground truth's key and value. A column whose own name has dots takes precedence over a value inside.
 
     The key is None if the ground truth is the last message of the prompt's chat.
     """
@@ -243,7 +243,7 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the fields of each line of a CSV file, with the number of the line."""
     # newline="": the csv module finds line ends itself, and keeps those inside quotes as they are.
     with boundary(f"{file} cannot be read as CSV", DataError), file.open(encoding="utf-8-sig", newline="") as text:
-        # Of the whole process: 128 K characters are fewer than some prompts have
+        # For the whole process: some prompts have more than 128 K characters
         csv.field_size_limit(LONGEST_FIELD)
         try:
             separator = _separator(text.readline())
@@ -255,19 +255,19 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
             way_out = "a text with quotes in it is quoted, and they are written twice"
             raise DataError(f"{file}, line {lines.line_num}: not CSV: {cause}; {way_out}") from cause
         except UnicodeDecodeError:
-            deque(_text_lines(file), maxlen=0)  # it says which line
+            deque(_text_lines(file), maxlen=0)  # it names the line
             raise
 
 
 def _separator(names: str) -> str:
     """Return a CSV file's separator: the most frequent of comma, semicolon and tab in its first line."""
-    return max(",;\t", key=names.count)  # the first of those that are there equally often
+    return max(",;\t", key=names.count)  # the first of equally frequent ones
 
 
 def _csv_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
     lines = _csv_lines(file)
     _, names = next(lines, (1, []))
-    # One is allowed: pandas writes an index as a column without a name.
+    # One unnamed column is allowed: pandas writes an index so.
     if names.count("") > 1:
         nameless = ", ".join(str(number) for number, name in enumerate(names, start=1) if not name)
         raise DataError(f"{file}, line 1: columns {nameless} have no name; name them, or drop their separators")
@@ -301,13 +301,13 @@ def _parquet_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
 
 
 def plain_rows(batch: Any, file: Path, first: int) -> Iterator[Any]:
-    """Yield the rows of an Arrow batch as plain Python values. ``first``: number of the first one in ``file``.
+    """Yield the rows of an Arrow batch as plain Python values. ``first``: number of its first row in ``file``.
 
-    Raises `DataError`, naming the row, where one cannot be converted.
+    Raises `DataError`, naming the row, if a row cannot be converted.
     """
     try:
-        yield from batch.to_pylist()  # converts all rows first: where it fails none was yielded
-    except (ValueError, ArithmeticError):  # of which row, the whole batch does not say
+        yield from batch.to_pylist()  # converts all rows first: if it fails, none was yielded
+    except (ValueError, ArithmeticError):  # the whole batch does not tell which row it is
         for i in range(len(batch)):
             with boundary(f"{file}, row {first + i} cannot be read", DataError):
                 batch.slice(i, 1).to_pylist()
@@ -315,7 +315,7 @@ def plain_rows(batch: Any, file: Path, first: int) -> Iterator[Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Copy ``value`` without the fields that are null in a dictionary, at any depth."""
+    """Copy ``value`` without the null fields of dictionaries, at any depth."""
     if isinstance(value, dict):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -360,7 +360,7 @@ def checked_prompt(prompt: Any, where: str, plain: Callable[[Any], Any]) -> str 
                     f'{where}: parts of a message are {{"type": "text", "text": …}}, not {shown(part)}: models here '
                     "read text only"
                 )
-    # In Parquet all messages have the same fields: what one does not have is null, which templates would print.
+    # In Parquet all messages have the same fields: a message's missing ones are null, which templates would print.
     return [
         {k: _text(v) if k == "content" else plain(v) for k, v in message.items() if v is not None or k == "content"}
         for message in prompt

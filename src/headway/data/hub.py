@@ -1,6 +1,6 @@
 """Rows of Hugging Face datasets, by name or from a folder.
 
-The library ``datasets`` is imported when one is read. What its ``save_to_disk`` wrote:
+The library ``datasets`` is imported when a dataset is read. Files that its ``save_to_disk`` writes:
 
 FOLDER/dataset_dict.json             names of splits, each a folder of its own; not there where there is one dataset
 FOLDER/[SPLIT/]dataset_info.json     types of the columns
@@ -32,7 +32,7 @@ def is_saved(folder: Path) -> bool:
 def splits_of(folder: Path) -> list[str]:
     """Return the names of a saved folder's splits; empty if it holds one unnamed dataset.
 
-    Raises `OSError`, `ValueError`, `KeyError` or `TypeError` where the folder is damaged.
+    Raises `OSError`, `ValueError`, `KeyError` or `TypeError` if the folder is damaged.
     """
     file = folder / SPLITS
     return list(json.loads(file.read_text(encoding="utf-8"))["splits"]) if file.is_file() else []
@@ -43,15 +43,15 @@ MOST_SHOWN = 400
 
 
 def dataset_rows(dataset: str, source: SourceConfig, columns: Columns | None, *, default_split: str) -> Iterator[Row]:
-    """Return an iterator over the rows of one split as they are, in order.
+    """Return an iterator over the rows of one split, unchanged and in order.
 
-    ``dataset`` is a name on the Hub (``openai/gsm8k``), a folder that ``load_dataset`` takes, or one that
-    ``save_to_disk`` wrote. Where that holds a single split, ``default_split`` is not asked for. ``columns``: those that
-    are needed; None: any.
+    ``dataset`` is a name on the Hub (``openai/gsm8k``), a folder for ``load_dataset``, or a folder that
+    ``save_to_disk`` wrote. If that has a single split, ``default_split`` is not used. ``columns``: columns that are
+    needed; None: any.
 
     Raises:
         ConfigError: the library is not installed.
-        DataError: the dataset cannot be had, has no such split, is empty, or lacks a column.
+        DataError: the dataset is not available, has no such split, is empty, or lacks a column.
     """
     where = f"dataset {dataset}, {source.split or default_split}"
     names, size, rows = _load(dataset, source, default_split)
@@ -84,7 +84,7 @@ def _load(dataset: str, source: SourceConfig, default_split: str) -> tuple[list[
                 str(folder) if folder.is_dir() else dataset, source.subset, split=split, revision=source.revision
             )
         return table.column_names, len(table), table.with_format(None)  # a saved format would give arrays
-    except (ConfigError, DataError):  # they say already what to do
+    except (ConfigError, DataError):  # these already say what to do
         raise
     except Exception as cause:
         asked = ", ".join(f"{key} {value}" for key, value in {**given, "split": split}.items() if value)
@@ -98,8 +98,8 @@ def _load(dataset: str, source: SourceConfig, default_split: str) -> tuple[list[
 
 
 def _place_of(dataset: str, folder: Path, split: str | None, default_split: str) -> Path:
-    """Return the folder of the requested split in a folder of `save_to_disk`, which has several splits or one
-    unnamed.
+    """Return the folder of the requested split in a folder of `save_to_disk`, which has several splits or a single
+    unnamed one.
     """
     if not (splits := splits_of(folder)):
         if split is not None:
@@ -115,7 +115,7 @@ def _place_of(dataset: str, folder: Path, split: str | None, default_split: str)
 
 
 def check_library(dataset: str) -> None:
-    """Raise `ConfigError` where the library that reads ``dataset`` is not installed. Does not import it."""
+    """Raise `ConfigError` if the library that reads ``dataset`` is not installed. Does not import it."""
     if find_spec("datasets") is None:
         raise ConfigError(
             f"dataset {dataset}: Hugging Face datasets are read with the library datasets, which is not installed; "
@@ -124,7 +124,7 @@ def check_library(dataset: str) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """Describe an error and its first cause in one line: a ``DatasetGenerationError`` does not tell the cause."""
+    """Describe an error and its first cause in one line: a ``DatasetGenerationError`` alone does not name the cause."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__

@@ -7,9 +7,9 @@
 
 Files are append-only, in whole records; the first record names the run. Reading ends at the first incomplete record:
 its writer died, or its disk was full. A truncated file is therefore a valid earlier state. *Finished* work is written
-before anything uses it: the death of a process loses nothing, the death of a machine loses what was not synced.
+before anything uses it: the death of a process loses nothing, that of a machine loses unsynced records.
 
-A record is found by its content: a completion by its trajectory, call and context. So no list of open calls is kept.
+A record is found by its content: a completion by its trajectory, call and context. So there is no list of open calls.
 `headway.pipeline.admission.run_journal` has the driver's records.
 """
 
@@ -39,11 +39,11 @@ TOKEN_BYTES = 12
 """Bytes of a token: its id, log-prob and version."""
 FRAME = struct.Struct("<II")
 SETTINGS = "settings.json"
-"""File of the settings that groups are made by, and the run's id."""
+"""File of the settings by which groups are made, and of the run's id."""
 GIVEN_UP = "given-up-"
 """Prefix of the name of an empty file for each writer that was given up."""
 FILE_NAME = re.compile(r"[^.]+\.\d+\.\d+")
-"""Names of the journal's files: others may lie beside them, such as an editor's."""
+"""Pattern of the names of the journal's files: other files may lie beside them, such as an editor's."""
 OPEN_BLOCKS = 8
 """Maximum number of blocks whose files a writer keeps open, and whose records a reader keeps."""
 
@@ -57,7 +57,7 @@ class Record(NamedTuple):
     """Byte offset of the record in its file, if it was read."""
 
     def packed(self) -> bytes:
-        """Return the record as it stands in a file."""
+        """Return the record's bytes, as in a file."""
         payload = json.dumps(self.values, separators=(",", ":")).encode() + b"\n" + self.data
         return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
@@ -65,16 +65,16 @@ class Record(NamedTuple):
 def records(
     path: Path, at: int = 0, tell: Callable[[str], object] = log.warning, *, values_alone: bool = False
 ) -> Iterator[Record]:
-    """Yield the whole records of a file from byte ``at`` on, up to the first incomplete one; one at a time is in
-    memory. ``values_alone``: do not read records' bytes or compare checksums; read a record again before its bytes are
-    used.
+    """Yield the whole records of a file from byte ``at`` on, up to the first incomplete one, with one record in memory
+    at a time. ``values_alone``: do not read records' bytes or compare checksums; read a record again before its bytes
+    are used.
 
-    ``tell`` gets a line about the rest after an incomplete record, or about an unreadable file. A file that does not
-    exist has no records.
+    ``tell`` gets a line about bytes after an incomplete record, or about an unreadable file. A missing file has no
+    records.
     """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size  # as it is now: its writer may append meanwhile
+            size = os.fstat(file.fileno()).st_size  # the current size: its writer may append meanwhile
             file.seek(at)
             while size - at >= FRAME.size:
                 length, checksum = FRAME.unpack(file.read(FRAME.size))
@@ -82,7 +82,7 @@ def records(
                 read = file.readline if values_alone else file.read
                 payload = read(length) if length <= size - at - FRAME.size else b""
                 if not payload or not (values_alone or zlib.crc32(payload) == checksum):
-                    break  # a machine that died may leave zeros, which are the sum of nothing
+                    break  # a machine that died may leave zeros, whose checksum is that of nothing
                 header, _, data = payload.partition(b"\n")
                 try:
                     values = json.loads(header)
@@ -91,7 +91,7 @@ def records(
                 if not isinstance(values, dict):
                     break
                 yield Record(values, data, at)
-                # Passed over, not read: to read the tokens of 200 MB held an episode worker's event loop for 0.9 s.
+                # Skipped, not read: reading 200 MB of tokens held an episode worker's event loop for 0.9 s.
                 at += FRAME.size + length
                 file.seek(at)
             if at < size:
@@ -110,8 +110,8 @@ def written(
     *,
     values_alone: bool = False,
 ) -> Iterator[tuple[Path, Record]]:
-    """Yield the records of a ``writer`` and a ``block``, earlier lives first, as `records` does. ``tell`` gets lines on
-    files of another run, and those of `records`.
+    """Yield the records of a ``writer`` and a ``block``, earlier lives first, as `records` does. ``tell`` gets a line
+    about each file of another run, and those of `records`.
     """
     run = settings_in(directory).get("run")
     for path in segments(directory, writer, block):
@@ -133,7 +133,7 @@ def settings_in(directory: Path) -> Mapping[str, str]:
 
 
 def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list[Path]:
-    """Return the files of a ``writer`` and a ``block``, first those of given-up writers, then by life. If a call has
+    """Return the files of a ``writer`` and a ``block``: first those of given-up writers, then by life. If a call has
     two records, the last one counts.
     """
 
@@ -146,7 +146,7 @@ def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list
 
 
 def give_up(directory: Path, writer: str) -> None:
-    """Give precedence to other writers over ``writer``, which was given up and may come back."""
+    """Give other writers precedence over ``writer``, which was given up and may come back."""
     with suppress(OSError):
         (directory / f"{GIVEN_UP}{writer}").touch()
 
@@ -157,7 +157,7 @@ def block_of(path: Path) -> int:
 
 
 class JournalWriter:
-    """Writer of the records of one process. Groups ``groups_per_block`` · b and the following ones are block b.
+    """Writer of one process's records. Block b has the groups ``groups_per_block`` · b and following.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -177,30 +177,30 @@ class JournalWriter:
         sync_s: float | None,
         tell: Callable[[str], object] = log.warning,
     ) -> None:
-        """Set up. ``sync_s``: maximum seconds until a record is on the disk; None: left to the system. ``tell`` gets
+        """Set up. ``sync_s``: maximum seconds until a record is on the disk; None: the system decides. ``tell`` gets
         one warning if the disk fails.
         """
         self.directory, self.groups_per_block = directory, groups_per_block
         self._name, self._sync_s, self._tell = name, sync_s, tell
-        # Files of its own: what is behind the half record of an earlier life is never read.
+        # Files of its own: records after a half record of an earlier life are never read.
         self._life = 1 + max((int(path.suffix[1:]) for path in segments(directory, name)), default=-1)
         self._files: dict[int, tuple[int, int]] = {}
-        """Descriptor and length of each block's file."""
+        """Block → descriptor and length of its file."""
         self._unsynced: set[int] = set()
         self._told = False
 
     def append(self, number: int, record: Record) -> int | None:
-        """Append a record of group ``number``. Returns its offset in the group's `file_of`; None if the disk failed, of
-        which one warning is given. A missing record's work is repeated when it is needed.
+        """Append a record of group ``number``. Returns its offset in the group's `file_of`. None: the disk failed, of
+        which one warning is given; the record's work is then repeated when it is needed.
         """
         block = number // self.groups_per_block
         try:
             file, length = self._file(block)
             first = b"" if length else Record({"run": settings_in(self.directory).get("run")}).packed()
             data = first + record.packed()
-            # Without a buffer: what was appended is not lost with this process.
+            # Unbuffered: an appended record survives this process.
             if (written := os.write(file, data)) < len(data):
-                os.ftruncate(file, length)  # a half record would hide those behind it
+                os.ftruncate(file, length)  # a half record would hide later ones
                 raise OSError(f"{written} of {len(data)} bytes were written")
         except OSError as cause:
             if not self._told:
@@ -231,7 +231,7 @@ class JournalWriter:
         if block not in self._files:
             if len(self._files) >= OPEN_BLOCKS:
                 self._close(min(self._files))  # the oldest groups have the fewest records still to come
-            # Appended by the system: a life that was given up may still write its own file, and never this one's place
+            # O_APPEND: a life that was given up may still write to its own file, but never over this life's records
             file = os.open(self._path(block), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             self._files[block] = file, os.fstat(file).st_size
         return self._files[block]
@@ -250,7 +250,7 @@ class JournalWriter:
     def _sync(self) -> None:
         """Start to sync the written files, in another thread."""
         files: list[int] = []
-        with suppress(OSError):  # no descriptor is left: what follows is synced once it is written to again
+        with suppress(OSError):  # no descriptor is left: later records are synced after the next write
             # Copies: `_close` may close a file while the thread syncs it, and its number may become another file's.
             files.extend(os.dup(file) for file in self._unsynced)
         self._unsynced.clear()
@@ -265,17 +265,17 @@ class JournalWriter:
 
 
 class CompletionJournal:
-    """Finished calls of training groups: writes those of one episode worker, and finds those of all."""
+    """Finished calls of training groups: writes those of one episode worker, and finds those of all workers."""
 
     def __init__(self, writer: JournalWriter) -> None:
         self._writer = writer
         self._found: dict[int, dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]]] = {}
-        """Block → trajectory → (call, sum of its request) → file and offset of another process's record that was not
-        recalled. The tokens stay on the disk."""
+        """Block → trajectory → (call, checksum of its request) → file and offset of another process's record that was
+        not recalled. The tokens stay on the disk."""
 
     def append(self, number: int, request: GenerateRequest, replica: str, completion: Completion) -> None:
-        """Write a call of group ``number`` that ``replica`` has finished. Validation, aborted and simulated calls are
-        left out.
+        """Write a call of group ``number`` that ``replica`` has finished. Calls of validation, aborted and simulated
+        calls are not written.
         """
         tokens = completion.tokens
         training = request.priority is Priority.TRAINING
@@ -316,7 +316,7 @@ class CompletionJournal:
                 del self._found[min(self._found)]
             found = self._found[block] = self._read(block)
         calls = found.get(request.trajectory)
-        # Taken out: each call is answered from the journal once, and `unused` counts what is left.
+        # Removed: the journal answers each call once, and `unused` counts the remaining ones.
         place = calls.pop((request.key, _asked(request)), None) if calls else None
         if place is None:
             return None
@@ -325,9 +325,9 @@ class CompletionJournal:
         def tell(_: str) -> None:
             log.warning("%s: the record at byte %d is damaged, and its call is made again", path, at)
 
-        if (record := next(records(path, at, tell), None)) is None:  # or removed meanwhile: nobody needs it
+        if (record := next(records(path, at, tell), None)) is None:  # or removed meanwhile: then it is not needed
             return None
-        # A copy, which can be written to.
+        # A writable copy.
         ids, logprobs, versions = np.frombuffer(record.data, np.int32).reshape(3, -1).copy()
         now = asyncio.get_running_loop().time()
         completion = Completion(
@@ -351,16 +351,16 @@ class CompletionJournal:
     def _read(self, block: int) -> dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]]:
         found: dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]] = {}
         for path, record in written(self._writer.directory, block=block, values_alone=True):
-            # Not what this life wrote: those calls have had their answers.
+            # Not the records that this life wrote: those calls have had their answers.
             if record.values.get("kind") == "completion" and not self._writer.owns(path):
-                with suppress(KeyError, TypeError):  # damaged, and no sum was compared
+                with suppress(KeyError, TypeError):  # damaged, and no checksum was compared
                     call = record.values["key"], record.values["asked"]
                     found.setdefault(tuple(record.values["trajectory"]), {})[call] = path, record.at
         return found
 
 
 def _asked(request: GenerateRequest) -> int:
-    """Return the sum over the context of a call and its sampling."""
+    """Return a checksum of a call's context and sampling."""
     digest = xxhash.xxh64(repr(request.sampling).encode())
     digest.update(request.input_ids.tobytes())
     return digest.intdigest()

@@ -7,17 +7,17 @@
             (cut where it is more than the budget)
 
 A pure function of the rows. A micro-batch is one line of tokens, without padding; only models whose attention Headway
-does not know keep padded rows. Ranks go through their micro-batches in step, each from the one with most pairs of
-tokens for attention to the one with fewest: so those that meet cost about the same.
+does not know keep padded rows. Ranks go through their micro-batches in step, each from the most token pairs for
+attention to the fewest, so that simultaneous micro-batches cost about the same.
 
-What several rows begin with is one piece of a line of tokens, and is there once:
+A common beginning of several rows is one segment of a line, and is there once:
 
     prompt · answer 0                       prompt │ answer 0 │ answer 1, first half │ second half │ another second half
     prompt · answer 1        ─▶ grow ─▶        0        0                0                    2             2
     prompt · answer 1 with another end                  (segments, in depth-first order, and each one's parent)
 
-A token sees its own segment up to itself, and all of the segments above. What follows a segment in the line up to the
-end of its subtree is what stands behind it: so "which token sees which" is, for each segment, where its subtree ends.
+A token sees its own segment up to itself, and all segments above. A segment's subtree follows it in the line without
+gaps. So "which token sees which" is given, for each segment, by the end of its subtree.
 
 Shape suffixes: L tokens of a line, S segments.
 """
@@ -34,7 +34,7 @@ from headway.config.schema import Config
 from headway.data.types import TrajectoryId, TurnSpan
 
 LEAST_SHARED = 4
-"""Minimum number of tokens of a shared segment: each segment costs attention a separate part."""
+"""Minimum number of tokens of a shared segment: attention computes each segment separately."""
 
 Ids = NDArray[np.int32]
 Places = NDArray[np.int64]
@@ -42,21 +42,21 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of a line, in depth-first order: a parent stands before its children. All arrays are [S]."""
+    """Segments of a line, in depth-first order: a parent stands before its children. All arrays are [S]."""
 
     starts: Places
-    """Place of each segment's first token."""
+    """Place of the first token of each segment."""
     parents: Places
-    """Index of the segment that each one stands behind; -1 for a root."""
+    """Index of each segment's parent; -1 for a root."""
     ends: Places
-    """Place behind the last token of each one's subtree."""
+    """Place after the last token of each segment's subtree."""
 
     @classmethod
     def join(cls, parts: Sequence[Segments]) -> Segments:
-        """Put several lines one behind the other."""
+        """Concatenate several lines."""
         if len(parts) == 1:
             return parts[0]
-        # One sum more than there are parts, that of all: hence strict=False below.
+        # One more cumulative sum than there are parts, the total: hence strict=False below.
         tokens = np.cumsum([0] + [int(part.ends.max()) for part in parts])
         segments = np.cumsum([0] + [len(part.starts) for part in parts])
         return cls(
@@ -81,38 +81,37 @@ class Tree:
     """Position of each token in its rows, from 0, [L]."""
     segments: Segments
     places: tuple[Places, ...]
-    """For each row, in the order in which they were given, the place in the line of each of its tokens."""
+    """For each row, in the given order, the place in the line of each of its tokens."""
 
     @property
     def pairs(self) -> int:
-        """Number of (token, token that it sees), which is what attention costs."""
+        """Number of pairs (token, token that it sees): the cost of attention."""
         return int(self.positions.sum()) + len(self.positions)  # at position p a token sees p before it, and itself
 
 
 def grow(rows: Sequence[Ids], prompt: int | None = None) -> Tree:
-    """Make one line of ``rows`` [T]. ``prompt``: number of tokens of the prompt in front of them; None: nothing is
-    shared.
+    """Make one line of ``rows`` [T]. ``prompt``: number of prompt tokens that they begin with; None: share nothing.
 
-    What rows have in common is shared up to the prompt's end, or that of what is shared already, and beyond where that
-    is `LEAST_SHARED` tokens more, or a whole row. A pure function: the same rows give the same line.
+    A common beginning of rows is shared up to the prompt's end, or the end of an existing shared segment; further if
+    that gives `LEAST_SHARED` more tokens, or a whole row. A pure function: equal rows give equal lines.
     """
     order = list(range(len(rows)))
     if prompt is not None:
         # Big-endian, so that bytes sort as their numbers do
-        order.sort(key=lambda i: rows[i].astype(">u4").tobytes())  # stable, and neighbours have most in common
+        order.sort(key=lambda i: rows[i].astype(">u4").tobytes())  # stable; neighbours share the longest beginnings
     places: list[Places] = [np.empty(0, np.int64)] * len(rows)
     parts: list[Ids] = []
     positions: list[Places] = []
-    branches: list[tuple[int, int]] = []  # where a row's own tokens begin, and behind which place
+    branches: list[tuple[int, int]] = []  # where a row's own tokens begin, and after which place
     length = 0
-    depths = [0]  # where branches are on the path of the row before, ascending
+    depths = [0]  # places of branches on the path of the previous row, ascending
     before, path = np.empty(0, np.int32), np.empty(0, np.int64)
     for i in order:
         row = rows[i]
         common = 0
         if prompt is not None and len(before):
             common = _shared(before, row, [*depths, prompt])
-        # Branches deeper than what this row shares are not on its path.
+        # Branches deeper than this row's shared beginning are not on its path.
         while depths[-1] > common:
             depths.pop()
         own = np.arange(length, length + len(row) - common)
@@ -129,7 +128,7 @@ def grow(rows: Sequence[Ids], prompt: int | None = None) -> Tree:
 
 
 def _shared(before: Ids, row: Ids, depths: Sequence[int]) -> int:
-    """Return the number of tokens at the beginning of ``row`` that it shares with the row ``before``. See `grow`."""
+    """Return the number of first tokens that ``row`` shares with the previous row, ``before``. See `grow`."""
     most = min(len(before), len(row))
     differ = np.flatnonzero(before[:most] != row[:most])
     common = int(differ[0]) if len(differ) else most
@@ -138,18 +137,20 @@ def _shared(before: Ids, row: Ids, depths: Sequence[int]) -> int:
 
 
 def _segments(branches: Sequence[tuple[int, int]], length: int) -> Segments:
-    """The segments of a line of ``length`` tokens: it is cut where a row branches off, and behind where it does."""
+    """Return the segments of a line of ``length`` tokens, cut where rows' own tokens begin and where they branch
+    off.
+    """
     behind = dict(branches)
     for _, place in branches:
         if place >= 0 and place + 1 < length:
-            # What follows the branching place is a segment, too, unless a row's own tokens begin right there.
+            # The text after the branching place is a segment, too, unless a row's own tokens begin right there.
             behind.setdefault(place + 1, place)
     starts = np.array(sorted(behind), np.int64)
     above = np.array([behind[start] for start in starts.tolist()], np.int64)
-    # The segment that holds the place: the last one that begins there or before.
+    # The segment with the place: the last one that begins at it or before.
     parents = np.where(above < 0, -1, np.searchsorted(starts, above, side="right") - 1)
     ends = np.append(starts[1:], length)
-    # From the end: children stand behind their parents, so each subtree is complete when it is added
+    # From the end: children stand after their parents, so each subtree is complete when it is added
     for segment in range(len(starts) - 1, -1, -1):
         parent = parents[segment]
         if parent >= 0 and ends[parent] < ends[segment]:
@@ -159,7 +160,7 @@ def _segments(branches: Sequence[tuple[int, int]], length: int) -> Segments:
 
 @dataclass(frozen=True, slots=True)
 class CollatedRow:
-    """One sample with its arrays at hand: P prompt tokens, T response tokens."""
+    """One sample with its arrays: P prompt tokens, T response tokens."""
 
     input_ids: NDArray[np.int32]
     """Token ids of prompt and response, [P + T]."""
@@ -169,19 +170,19 @@ class CollatedRow:
     versions: NDArray[np.int32]
     """Version of the weights that sampled each response token, [T]; -1 in holes."""
     loss_mask: NDArray[np.bool_]
-    """True for response tokens that the row trains, [T]."""
+    """True for the response tokens that are trained in the row, [T]."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """Further numbers for each response token, by name, [T] each. See `headway.data.types.TrainSample`."""
     finished: bool = True
     """False if the episode was cut off."""
     episode: TrajectoryId | None = None
-    """The episode that the row is of; None for a row that is a whole one."""
+    """Episode of the row; None if the row is a whole episode."""
     turns: tuple[TurnSpan, ...] = ()
-    """The turns that are trained in the row, in order; empty for one turn, which is the whole response."""
+    """Turns that are trained in the row, in order; empty if the whole response is one turn."""
 
 
 def by_episode(rows: Sequence[CollatedRow]) -> list[list[int]]:
-    """Return indices of the rows of each episode, in the order of their first ones. See `CollatedRow.episode`."""
+    """Return the row indices of each episode, in the order of their first rows. See `CollatedRow.episode`."""
     episodes: dict[TrajectoryId | int, list[int]] = {}
     for index, row in enumerate(rows):
         episodes.setdefault(index if row.episode is None else row.episode, []).append(index)
@@ -194,7 +195,7 @@ def token_budget_batches(
     """Partition indices into batches whose padded size (rows × longest) is at most ``budget``, longest first.
 
     A row longer than the budget is a batch of its own. ``together`` partitions the indices into units that share a
-    batch, except for those that exceed the budget by themselves: these are split freely. None: there are no units.
+    batch, except units larger than the budget: these are split freely. None: there are no units.
     """
     units: list[list[int]] = []
     for unit in together if together is not None else [[i] for i in range(len(lengths))]:
@@ -216,25 +217,25 @@ class Pack:
     rows: tuple[int, ...] = ()
     """Indices of the rows."""
     trees: tuple[Tree, ...] = ()
-    """The lines that they are packed into, one behind the other: those of ``rows``, in order. Empty for padded rows."""
+    """Lines into which ``rows`` are packed, in the order of the rows. Empty for padded rows."""
     tokens: int = 0
-    """Number of tokens that are computed: those of the lines, or of the rows with their padding."""
+    """Number of computed tokens: of the lines, or of the rows with padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Rules of micro-batches."""
+    """Rules for making micro-batches."""
 
     token_budget: int
-    """Maximum number of tokens of a micro-batch: those that are computed. A row that is longer is one of its own."""
+    """Maximum number of computed tokens of a micro-batch. A longer row is a micro-batch of its own."""
     packed: bool = True
-    """True: put rows into one line; False: pad them to the longest of their micro-batch."""
+    """True: put rows into one line; False: pad them to the longest row of their micro-batch."""
     shared: bool = True
-    """True: compute once what the rows of a group have in common."""
+    """True: compute common beginnings of a group's rows once."""
 
     @classmethod
     def of(cls, config: Config) -> Packing:
-        """Return the packing that is configured."""
+        """Return the packing of ``config``."""
         kind, ranks = config.model.packing, config.actor.parallel.cp
         # The cp ranks divide a line: their budgets add up.
         return cls(ranks * config.actor.ppo_max_token_len_per_gpu, packed=kind != "padded", shared=kind == "shared")
@@ -242,7 +243,7 @@ class Packing:
     def __call__(self, rows: Sequence[CollatedRow], *, whole_episodes: bool = False) -> list[Pack]:
         """Split ``rows`` into micro-batches.
 
-        ``whole_episodes``: the rows of an episode share one, unless they alone are more than the budget.
+        ``whole_episodes``: the rows of an episode share a micro-batch, unless they exceed the budget by themselves.
         """
         if not self.packed:
             lengths = [len(row.input_ids) for row in rows]
@@ -260,7 +261,7 @@ class Packing:
                 trees.append(grow([rows[i].input_ids for i in piece], prompt))
         sizes = [len(tree.ids) for tree in trees]
         batches = first_fit(sizes, self.token_budget)
-        # All ranks gather layers together: each waits for the one whose micro-batch takes longest
+        # All ranks gather layers together: each waits for the rank whose micro-batch takes longest
         batches.sort(key=lambda batch: -sum(trees[i].pairs for i in batch))
         return [
             Pack(
@@ -272,27 +273,27 @@ class Packing:
         ]
 
     def apart(self, rows: Sequence[CollatedRow], packs: Sequence[Pack]) -> list[int]:
-        """Return indices of the rows of episodes that no micro-batch holds whole."""
+        """Return the indices of the rows of episodes that no micro-batch contains completely."""
         home = {row: number for number, pack in enumerate(packs) for row in pack.rows}
         return [i for episode in by_episode(rows) if len({home[i] for i in episode}) > 1 for i in episode]
 
     def _groups(self, rows: Sequence[CollatedRow]) -> list[list[int]]:
-        """Return indices of the rows of each group, or of each episode, which has its rows in one place anyway."""
+        """Return the row indices of each group, or of each episode if rows are not shared."""
         groups: dict[object, list[int]] = {}
         for index, row in enumerate(rows):
             of = row.episode
-            # Without its last part, k, an episode's id is that of its group.
+            # An episode's id without its last part, k, is that of its group.
             groups.setdefault(index if of is None else of[:-1] if self.shared else of, []).append(index)
         return list(groups.values())
 
     def _cut(
         self, rows: Sequence[CollatedRow], group: list[int], prompt: int | None, whole_episodes: bool
     ) -> list[list[int]]:
-        """Cut a group into pieces that fit into a micro-batch, as far as single rows do."""
+        """Cut a group into pieces that fit into a micro-batch, unless a single row does not fit."""
         lengths = {i: len(rows[i].input_ids) for i in group}
         if len(group) == 1 or sum(lengths.values()) <= self.token_budget:
             return [group]
-        # What is shared is known only of the finished line, which may be far shorter than the rows together.
+        # The shared length is known only from the finished line, which may be far shorter than the sum of the rows.
         if len(grow([rows[i].input_ids for i in group], prompt).ids) <= self.token_budget:
             return [group]
         atoms = [[i] for i in group]
@@ -309,20 +310,20 @@ class Packing:
 
 
 def _prompt(rows: Sequence[CollatedRow]) -> int:
-    """Number of tokens of the prompt that all ``rows`` begin with; 0 where they begin with different ones."""
+    """Return the number of tokens of the prompt that all ``rows`` begin with; 0 if their prompts differ."""
     prompt = min(row.prompt_length for row in rows)
     first = rows[0].input_ids[:prompt]
     return prompt if all(np.array_equal(first, row.input_ids[:prompt]) for row in rows[1:]) else 0
 
 
 def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Partition indices into batches whose sizes add up to ``budget`` at most, largest first, each where it fits first.
+    """Partition indices into batches of at most ``budget`` total size: largest first, each into the first that fits.
 
-    What is larger than the budget is a batch of its own.
+    An item larger than the budget is a batch of its own.
     """
     batches: list[list[int]] = []
     room: list[int] = []
-    # Ties by index: a step that is repeated makes the same micro-batches
+    # Ties by index: a repeated step makes the same micro-batches
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         size = sizes[index]
         place = next((i for i, left in enumerate(room) if size <= left), None)

@@ -12,9 +12,9 @@ REASONING_GYM = "reasoning_gym/"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: the ``prompt`` the model reads, a right ``answer``, and what else its verifier needs.
+    """One problem: the ``prompt`` for the model, a right ``answer``, and further data for its verifier.
 
-    Some tasks of reasoning-gym give no answer, only a verifier: theirs is empty.
+    Some tasks of reasoning-gym have no answer, only a verifier: ``answer`` is then empty.
     """
 
     prompt: str
@@ -23,7 +23,7 @@ class Problem:
 
 
 class Task(Protocol):
-    """A source of problems. The problem of an index is a function of (seed, index) alone."""
+    """Source of problems. A problem depends only on (seed, index)."""
 
     name: str
 

@@ -3,7 +3,7 @@
 files, datasets or task ─▶ records ─▶ PromptTokenizer ─▶ RowSource ─▶ admission        (training: epoch after epoch)
                                   └─▶ held-out records ─▶ list[Prompt]                 (validation: once, in order)
 
-`check_rows` searches for bad training rows before a run: of rows that are alike, one is tried.
+`check_rows` searches for bad training rows before a run: of similar rows, one is tried.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["Cursor", "DataBundle", "RowSource", "Rows", "build_sources", "read_r
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Position in the data: number of draws taken from ``epoch``'s order."""
+    """Position in the data: number of draws taken from the order of ``epoch``."""
 
     epoch: int = 0
     position: int = 0
@@ -56,11 +56,11 @@ class Cursor:
 
 
 class RowSource:
-    """Prompts from records, each epoch in an order keyed by (seed, epoch).
+    """Prompts made from records, each epoch in an order keyed by (seed, epoch).
 
-    Prompts are tokenised in chunks of ``prefetch``; the cursor is that of the prompts handed out, never of those ahead.
-    A row that comes again in one epoch (`Mixture`) has another ``Prompt.row`` each time: its number plus a multiple of
-    ``stride``. Implements `headway.data.interfaces.episode_groups.PromptSource`.
+    Prompts are tokenised in chunks of ``prefetch``; the cursor counts only the prompts handed out, not those tokenised
+    ahead. A row that is repeated in an epoch (`Mixture`) has a different ``Prompt.row`` each time: its number plus a
+    multiple of ``stride``. Implements `headway.data.interfaces.episode_groups.PromptSource`.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class RowSource:
         model: str = "",
         prefetch: int = 64,
     ) -> None:
-        """Make prompts of the training records of ``rows``. `restore` refuses other digests of them than a state has,
-        unless ``data.accept_changes``. ``model``: digest of the model's folder, which must stay.
+        """Make prompts of the training records of ``rows``. `restore` refuses a state with other digests, unless
+        ``data.accept_changes``. ``model``: digest of the model's folder, which must not change.
 
         Raises:
             DataError: there are no records, or all prompts of a part are longer than the tokenizer's limit, or a part
-                has no place in an epoch; or too many rows are bad.
+                has no draw in an epoch; or too many rows are bad.
         """
         if not rows.train:
             raise DataError("there are no training prompts")
@@ -97,7 +97,7 @@ class RowSource:
             "prompts": [*rows.digests],
         }
         self.changes: tuple[str, ...] = ()
-        """Differences that `restore` found between the present data and the state's."""
+        """Differences between the present data and the state's that `restore` found."""
         self._left_out = LeftOutRows()
         self._handed_out = Cursor()
         self._ahead = Cursor()
@@ -106,17 +106,17 @@ class RowSource:
         if len(self._mixture.parts) > 1:  # `_refill` checks a single one
             self._check_parts()
         self._refill()
-        if not self._ready:  # found now, so that it ends the run before it starts
+        if not self._ready:  # found now, so that an error ends the run before it starts
             raise self._none_usable(self._left_out, self.rows, "")
 
     @property
     def rows(self) -> int:
-        """Number of draws in one epoch, those left out included: as many as there are rows."""
+        """Number of draws in one epoch, left-out ones included: as many as there are rows."""
         return len(self._records)
 
     @property
     def left_out(self) -> LeftOutRows:
-        """Distinct rows met so far that are left out, with an example of each reason that this process has met."""
+        """Distinct left-out rows so far, with an example of each reason that this process has met."""
         return LeftOutRows(self._handed_out.left_out, self._left_out.examples)
 
     def next(self) -> Prompt | None:
@@ -142,9 +142,9 @@ class RowSource:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, and note in `changes` what differs.
+        """Continue at the position of ``state``, and note differences in `changes`.
 
-        With another number of rows the order differs; the source goes on at the same position.
+        With another number of rows the order differs; the source continues at the same position.
 
         Raises:
             DataError: data, mix or seed differ and changes are not accepted, or the model differs.
@@ -162,11 +162,11 @@ class RowSource:
                 "with these: data.accept_changes=true"
             )
         self.changes = tuple(differing)
-        # There may be fewer rows now: a place behind them would end the epoch without a prompt
+        # There may be fewer rows now: a position after them would end the epoch without a prompt
         position = min(state["position"], self.rows - 1)
         self._handed_out = self._ahead = Cursor(state["epoch"], position, state["left_out"])
         self._left_out = LeftOutRows(state["left_out"])
-        # They were tokenised ahead from the old place
+        # These were tokenised ahead from the old position
         self._ready.clear()
 
     def _difference(self, name: str, then: Any, here: Any) -> str:
@@ -193,9 +193,9 @@ class RowSource:
 
     @property
     def _turns(self) -> int:
-        """The most passes of a part that are in one epoch, whole or not."""
+        """Return the maximum number of a part's passes in one epoch, partial ones included."""
         shares = zip(self._mixture.parts, self._mixture.quotas, strict=True)
-        # One more than the quota fills where an epoch may begin in the middle of a pass.
+        # One more than the quota fills if an epoch may begin in the middle of a pass.
         return max(-(-quota // part.rows) + (quota % part.rows > 0) for part, quota in shares)
 
     @cached_property
@@ -204,7 +204,7 @@ class RowSource:
         return {number: index for index, number in enumerate(self._row_numbers)}
 
     def _tokenised(self, indices: Sequence[int]) -> list[tuple[Record, Tokenised] | LeftOut]:
-        """Return the records of ``indices`` with their text and ids, or why they have none."""
+        """Return the records of ``indices`` with their text and ids, or the reason why a record has none."""
         results: dict[int, tuple[Record, Tokenised] | LeftOut] = {}
         records: dict[int, Record] = {}
         for place, index in enumerate(indices):
@@ -217,7 +217,7 @@ class RowSource:
         return [results[place] for place in range(len(results))]
 
     def _check_parts(self) -> None:
-        """Check that every part has a prompt that fits. Most often the first chunk of each shows one."""
+        """Check that every part has a prompt that fits. Usually the first chunk shows one of each."""
         for name, places in by_source(self._mixture.parts):
             left_out = LeftOutRows()
             for start in range(0, len(places), self._chunk):
@@ -231,7 +231,7 @@ class RowSource:
                 raise self._none_usable(left_out, len(places), f" of {name}")
 
     def _none_usable(self, left_out: LeftOutRows, rows: int, of: str) -> DataError:
-        """Return the error over rows of which none can be used."""
+        """Return the error for rows of which none can be used."""
         if bad_rows(left_out.counts):
             return left_out.error(f"all {rows} rows{of}")
         return DataError(
@@ -242,8 +242,8 @@ class RowSource:
     def _refill(self) -> None:
         """Tokenise chunks until a prompt is ready or all epochs are over.
 
-        Two epochs of rows without one mean that there is none: some part gets as many draws as it has rows, or more,
-        so each epoch shows all of them; the only good one may be an epoch's first and the next epoch's last.
+        Two epochs without a usable row mean that there is none. Some part has at least as many draws as rows, so each
+        epoch shows all of its rows; the only good one may be first in an epoch and last in the next.
         """
         scanned = 0
         while not self._ready and scanned < 2 * self.rows and not self._over:
@@ -256,10 +256,10 @@ class RowSource:
         return self._data.epochs is not None and self._ahead.epoch >= self._data.epochs
 
     def _tokenise_chunk(self) -> int:
-        """Tokenise the next draws, at most up to the epoch's end; returns how many.
+        """Tokenise the next draws, at most up to the epoch's end; returns their number.
 
         Raises:
-            DataError: more rows are bad than may be.
+            DataError: there are too many bad rows.
         """
         epoch, start = self._ahead.epoch, self._ahead.position
         if self._order[0] != epoch:
@@ -268,7 +268,7 @@ class RowSource:
         draws = list(zip(*(column[chunk].tolist() for column in self._order[1]), strict=True))
         found = self._tokenised([index for index, _, _ in draws])
         for position, ((index, turn, first), one) in enumerate(zip(draws, found, strict=True), start=start + 1):
-            if isinstance(one, LeftOut) and first:  # the row comes again in later passes: it counts once
+            if isinstance(one, LeftOut) and first:  # the row is repeated in later passes: it counts once
                 self._left_out.add(one)
             at_end = position == self.rows
             # No copy: `add` replaces the counts, so cursors made before keep theirs.
@@ -286,28 +286,30 @@ class DataBundle:
 
     train: RowSource
     val: list[Prompt]
-    """Held-out prompts, disjoint from the training prompts also in their ``row``."""
+    """Held-out prompts. Neither the prompts nor their ``row`` occur in training."""
     val_left_out: LeftOutRows
     notes: tuple[str, ...] = ()
     """Notes on the data, for the user."""
 
 
 def _model_digest(folder: Path) -> str:
-    """Sum over what a resumed run must find in the model's folder again; the same for all models of the hub."""
+    """Return a digest of the model's folder, which a resumed run must find unchanged; equal for all models of the
+    hub.
+    """
     digest = xxhash.xxh3_64()
     for pattern in ("config.json", "tokenizer.json", "tokenizer.model", "vocab.*", "merges.txt"):
         for path in sorted(folder.glob(pattern)):
             digest.update(path.read_bytes())
-    # Sizes alone: reading the weights themselves would take minutes for a large model
+    # Only sizes: reading the weights themselves would take minutes for a large model
     digest.update(repr([path.stat().st_size for path in sorted(folder.glob("*.safetensors"))]).encode())
     return digest.hexdigest()
 
 
 def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows | None = None) -> DataBundle:
-    """Build the run's sources of prompts, from ``rows`` where they were read before.
+    """Build the run's sources of prompts, from ``rows`` if they were read before.
 
     Raises:
-        ConfigError, DataError: as `read_rows`; also prompts that cannot be rendered, or nothing but too long prompts.
+        ConfigError, DataError: as `read_rows`; also if prompts cannot be rendered, or all prompts are too long.
     """
     data = config.data
     prompts = prompt_tokenizer(config, tokenizer)
@@ -361,14 +363,14 @@ def _prompt(record: Record, tokenised: Tokenised, row: int, epoch: int) -> Promp
 
 
 def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> list[str]:
-    """Find bad training rows, as far as that is quick, and return notes on the data.
+    """Search quickly for bad training rows, and return notes on the data.
 
     Templates refuse chats for their roles and fields, tokenizers refuse lone surrogates. Of rows that are alike in
-    these, one is tried; the others are tried only where that one is bad. Problems of a task are not tried, since they
-    are made on demand.
+    these, one is tried; the others are tried only if it is bad. A task's problems are not tried, since they are made on
+    demand.
 
     Raises:
-        DataError: there are more than ``data.max_bad_rows`` of them, or no row can be rendered.
+        DataError: there are more than ``data.max_bad_rows`` bad rows, or no row can be rendered.
     """
     bad = LeftOutRows()
     if not isinstance(rows.train, list):
@@ -395,13 +397,13 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -
 
 
 def _form(value: Any) -> Any:
-    """Features that templates or tokenizers may refuse: types, names of fields, roles, empty or non-UTF-8 texts."""
+    """Return features that templates or tokenizers may refuse: types, field names, roles, empty or non-UTF-8 texts."""
     if isinstance(value, str):
         if not value.strip():
             return "blank" if value else "empty"
         return "text" if value.isascii() or writable(value) == value else "surrogate"
     if isinstance(value, Mapping):
-        # A role's own name counts; a tool may also have a parameter that is called so.
+        # A role's own name counts; a tool may also have a parameter of that name.
         # Its schema is a mapping, which cannot be a key: the check of rows failed on such a tool with a TypeError.
         return tuple((k, v if k == "role" and isinstance(v, str) else _form(v)) for k, v in value.items())
     return tuple(map(_form, value)) if isinstance(value, list) else type(value).__name__

@@ -1,9 +1,9 @@
-"""Procedural tasks: problems with their answers, made from a seed; no file, no download.
+"""Procedural tasks: problems with answers, made from a seed, without files or downloads.
 
     TaskConfig ─▶ make_task ─▶ Task ─▶ split ─▶ training problems (made on demand) and held-out problems (disjoint)
 
-Reward workers build the same task again to score with it, so this module stays light: no torch, no pydantic, and
-reasoning-gym is imported only where a task of it is asked for.
+Reward workers build the same task to score with it, so this module stays light: no torch, no pydantic, and
+reasoning-gym is imported only for its own tasks.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from headway.errors import ConfigError, DataError, UserCodeError, boundary, cut
 from headway.runtime.user_code import check_call, did_you_mean, load_function, names_user_code
 
 HELD_OUT_TRIES = 4
-"""Problems that may be made for each held-out one, until enough distinct ones were found."""
+"""Maximum number of problems made per held-out problem, to find enough distinct ones."""
 COLLISION_TRIES = 100
-"""Training problems that may be tried in a row before the task counts as too small for its held-out set."""
+"""Maximum number of consecutive training problems that collide before the task counts as too small."""
 
 P = TypeVar("P")
 
 
 TaskFactory = Callable[[Mapping[str, Any], int, int], Task]
-"""Maker of tasks: ``factory(params, seed, problems)``, where ``problems`` is how many indices will be asked for."""
+"""Maker of tasks: ``factory(params, seed, problems)``; ``problems`` is the number of indices that will be used."""
 
 TASKS: Registry[TaskFactory] = Registry("task", "data.task.name", also=f"{REASONING_GYM}<dataset>, or file.py:function")
 
 
 def is_task(data: str) -> bool:
-    """Tell whether ``data``, as the user gave it, names a task rather than a file or a dataset."""
+    """Tell whether the user's text ``data`` names a task rather than a file or a dataset."""
     return data.startswith(REASONING_GYM) or names_user_code(data) or data in TASKS.names()
 
 
 def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int = 1) -> Task:
-    """Return the task called ``name``: one of `TASKS`, ``reasoning_gym/<dataset>``, or a factory of the user's own.
+    """Return the task called ``name``: one of `TASKS`, ``reasoning_gym/<dataset>``, or the user's own factory.
 
     Raises:
         ConfigError: unknown name, or parameters that it does not take.
-        UserCodeError: a ``file.py:function`` that does not load, cannot be called like that, raises, or returns
-            something else than a task.
+        UserCodeError: a ``file.py:function`` that does not load, does not take these arguments, raises, or does not
+            return a task.
     """
     if name.startswith(REASONING_GYM):
-        from headway.data.gym import GymTask  # here, so that only its users pay for importing reasoning-gym
+        from headway.data.gym import GymTask  # here, so that only its users import reasoning-gym
 
         return GymTask(name.removeprefix(REASONING_GYM), params, seed=seed, problems=problems)
     if not names_user_code(name):
@@ -59,13 +59,13 @@ def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int 
 
 
 class OwnTask:
-    """A task from a file of the user's: errors in making problems are reported as the user's.
+    """Task from the user's file: errors in making problems are reported as the user's.
 
     Exceptions of its `score` are passed on: the caller turns them into a reason, with the traceback in a log.
     """
 
     def __init__(self, spec: str, task: Any) -> None:
-        """Wrap ``task``, which the user's factory returned. ``spec`` is how the user named the factory.
+        """Wrap ``task``, the result of the user's factory. ``spec``: the user's name of the factory.
 
         Raises:
             UserCodeError: ``task`` lacks ``problem`` or ``score``.
@@ -82,7 +82,7 @@ class OwnTask:
         self._task = task
 
     def problem(self, index: int) -> Problem:
-        """Make problem ``index``. Raises `UserCodeError` where the user's code fails or returns no valid `Problem`."""
+        """Make problem ``index``. Raises `UserCodeError` if the user's code fails or returns no valid `Problem`."""
         call = f"{self.name}: problem({index})"
         with boundary(call, UserCodeError):
             problem = self._task.problem(index)
@@ -109,9 +109,9 @@ def _shown(value: Any) -> str:
 
 
 class TrainingProblems:
-    """The first ``size`` problems, made when asked for, none of which has the prompt of a held-out one.
+    """The first ``size`` problems without the prompt of a held-out one, made on demand.
 
-    A problem that collides gives way to the next index that does not, so every row stays a function of the seed alone.
+    A colliding problem is replaced by the next index that does not collide, so every row depends on the seed alone.
     """
 
     def __init__(self, task: Task, size: int, held_out: frozenset[str]) -> None:
@@ -124,7 +124,7 @@ class TrainingProblems:
     def __getitem__(self, row: int) -> Problem:
         if not 0 <= row < self._size:
             raise IndexError(f"row {row} of {self._size} training problems")
-        # A function of the row alone: a resumed run makes the same problem without the ones before
+        # A function of the row alone: a resumed run makes the same problem without the earlier ones
         for index in range(row, row + COLLISION_TRIES):
             problem = self._task.problem(index)
             if problem.prompt not in self._held_out:
@@ -147,15 +147,15 @@ class TaskSplit:
 
 
 def split_task(name: str, params: Mapping[str, Any], *, seed: int, size: int, val_size: int) -> TaskSplit:
-    """Split a task: ``size`` training problems, and ``val_size`` distinct ones of indices that training never reaches.
+    """Split a task: ``size`` training problems, and ``val_size`` distinct ones at indices that training never uses.
 
     A problem that the task cannot make is replaced by the next one.
 
     Raises:
         ConfigError: as `make_task`; also when the task makes fewer than ``val_size`` distinct problems.
-        DataError, UserCodeError: it makes too few since it fails.
+        DataError, UserCodeError: it makes too few because it fails.
     """
-    # Behind all indices that a collision may lead training to
+    # After all indices that training may reach by collisions
     first = size + COLLISION_TRIES
     last = first + HELD_OUT_TRIES * val_size
     task = make_task(name, params, seed=seed, problems=last)
@@ -188,8 +188,9 @@ def split_task(name: str, params: Mapping[str, Any], *, seed: int, size: int, va
 class SequenceParams:
     """Parameters of ``sort`` and ``reverse``.
 
-    A sequence has ``min_length`` + k characters, P(k) ∝ qᵏ for k ≤ ``max_length`` − ``min_length``: the exponential
-    distribution's discrete form. q is such that the mean length is ``mean_length`` before ``max_length`` cuts the tail.
+    A sequence has ``min_length`` + k characters, P(k) ∝ qᵏ for k ≤ ``max_length`` − ``min_length``: a discrete
+    exponential distribution. q is chosen so that the mean length is ``mean_length`` before ``max_length`` cuts the
+    tail.
     """
 
     alphabet: str = "0123456789"
@@ -200,7 +201,7 @@ class SequenceParams:
     mean_length: float = 8.0
     max_length: int = 32
     prompt_format: str | None = None
-    """The prompt, with ``{sequence}`` where the characters go; default ``<task>:{sequence}=``."""
+    """The prompt, with ``{sequence}`` in place of the characters; default ``<task>:{sequence}=``."""
 
     def __post_init__(self) -> None:
         if len(set(self.alphabet)) != len(self.alphabet) or len(self.alphabet) < 2:
@@ -222,7 +223,7 @@ class SequenceParams:
 
 
 class SequenceTask:
-    """A task that turns a sequence of characters into another; right is the exact sequence, surrounding space aside."""
+    """Task that turns a sequence of characters into another; only the exact sequence is right, outer space aside."""
 
     def __init__(self, name: str, solve: Callable[[str], str], params: SequenceParams, seed: int) -> None:
         self.name = name
@@ -244,7 +245,7 @@ class SequenceTask:
         return float(response.strip() == answer)
 
     def _length(self, u: float) -> int:
-        """Length of a sequence: the inverse of the truncated geometric distribution function at ``u`` in [0, 1)."""
+        """Return a length: the inverse of the truncated geometric distribution function at ``u`` in [0, 1)."""
         p = self._params
         mean_extra, most_extra = p.mean_length - p.min_length, p.max_length - p.min_length
         if mean_extra == 0:
@@ -252,7 +253,7 @@ class SequenceTask:
         # From the mean of a geometric distribution, q / (1 - q).
         q = mean_extra / (1 + mean_extra)
         extra = math.floor(math.log1p(-u * (1 - q ** (most_extra + 1))) / math.log(q))
-        return p.min_length + min(extra, most_extra)  # rounding may lead one past the end
+        return p.min_length + min(extra, most_extra)  # rounding may give one above the maximum
 
 
 @TASKS.register("sort")
@@ -280,7 +281,7 @@ def build_params(cls: type[P], params: Mapping[str, Any], task: str) -> P:
             )
         expected = str if defaults[name] is None else type(defaults[name])
         accepted = (int, float) if expected is float else expected
-        # The second test: for `isinstance` a bool is an int.
+        # The second test: `isinstance` takes a bool for an int.
         if not isinstance(value, accepted) or isinstance(value, bool) != (expected is bool):
             raise ConfigError(f"data.task.params.{name}: expected {expected.__name__}, not {value!r}")
     return cls(**params)

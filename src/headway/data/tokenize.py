@@ -1,6 +1,6 @@
 """Tokenisation of records: chat templates, then the tokenizer, then the length limit.
 
-A row that cannot be tokenised is left out, with the reason. What would be wrong with every row is an error.
+A row that cannot be tokenised is left out, with the reason. A fault of every row is an error.
 
 record ─▶ PromptTokenizer ─▶ prompt, or LeftOut ─▶ counted by source and reason ─▶ too many bad rows: `DataError`
 """
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIRST_ROWS = 64
-"""Rows of which one has to be good: data that begin with this many bad ones are wrong as a whole."""
+"""Number of first rows of which one must be good: if all are bad, the data are wrong as a whole."""
 Counts = Mapping[str, Mapping[str, int]]
 """Source → reason → number of rows that are left out."""
 
 
 class Reason(StrEnum):
-    """Reason for which a row is left out. Rows with another one than ``too_long`` are *bad*."""
+    """Reason why a row is left out. Rows with a reason other than ``too_long`` are *bad*."""
 
     TOO_LONG = "too_long"
     """More tokens than ``data.max_prompt_length``."""
     TEMPLATE = "template"
     """The tokenizer's chat template raises, or does not show the row's tools."""
     COLUMNS = "columns"
-    """The row's ``tools`` or ``chat_template_kwargs`` are something else."""
+    """The row's ``tools`` or ``chat_template_kwargs`` have another form."""
     TOKENIZER = "tokenizer"
-    """The tokenizer cannot encode the text, such as half of a surrogate pair."""
+    """The tokenizer cannot encode the text, such as a lone surrogate."""
     EMPTY = "empty"
     """The prompt has no tokens."""
     TASK = "task"
@@ -59,7 +59,7 @@ class LeftOut:
     reason: Reason
     source: str
     why: str = ""
-    """What is wrong, and in which row, in one line; empty for a prompt that is too long."""
+    """Fault and its row, in one line; empty for a prompt that is too long."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class LeftOutRows:
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, row: LeftOut) -> None:
-        """Count a row. `counts` is replaced, so that a cursor keeps the ones that it has."""
+        """Count a row. `counts` is replaced, so that a cursor keeps its own."""
         reasons = dict(self.counts.get(row.source, {}))
         reasons[row.reason] = reasons.get(row.reason, 0) + 1
         self.counts = {**self.counts, row.source: reasons}
@@ -89,7 +89,7 @@ class LeftOutRows:
             raise self.error(f"{bad} of {rows} {what}, more than data.max_bad_rows={float(share):g} of them,")
 
     def note(self, part: str = "training") -> str | None:
-        """Describe the rows of a ``part`` that are left out, by reason; None without any."""
+        """Describe the left-out rows of a ``part``, by reason; None if there are none."""
         if not (count := total(self.counts)):
             return None
         example = next((f": {why}" for why in self.examples.values() if why), "")
@@ -97,7 +97,7 @@ class LeftOutRows:
         return f"{count} {part} {rows} left out ({reasons_told(self.counts, too_long=True)}){example}"
 
     def error(self, which: str) -> DataError:
-        """Return the error over rows that cannot be used, with the commonest reason."""
+        """Return the error for rows that cannot be used, with the commonest reason."""
         example = next((why for reason, _ in _bad(self.counts).most_common() if (why := self.examples.get(reason))), "")
         return DataError(
             f"{which} cannot be used ({reasons_told(self.counts)}){f': {example}' if example else ''}. Mend or remove "
@@ -106,7 +106,7 @@ class LeftOutRows:
 
 
 def bad_rows(counts: Counts) -> int:
-    """Return the number of rows that are left out, except those that are too long."""
+    """Return the number of left-out rows, except those that are too long."""
     return _bad(counts).total()
 
 
@@ -126,43 +126,43 @@ def _bad(counts: Counts, *, too_long: bool = False) -> Counter[str]:
 
 
 def total(counts: Counts) -> int:
-    """Return the number of rows that are left out."""
+    """Return the number of left-out rows."""
     return sum(sum(reasons.values()) for reasons in counts.values())
 
 
 ChatTemplate = Literal["auto", "always", "never"]
 Tokenised = tuple[str, NDArray[np.int32]]
-"""The text of a prompt as the model reads it, and its token ids [P]."""
+"""Text of a prompt as the model reads it, and its token ids [P]."""
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
-"""Columns of a row that its chat template is given: schemas of tools, and variables of the template."""
+"""Columns of a row that its chat template gets: schemas of tools, and variables of the template."""
 
 
 PROBED = 64
-"""Characters of a text by which a tokenizer's special tokens around it are found."""
+"""Characters of a sample text, around which a tokenizer's special tokens are found."""
 
 
 class TextStart:
-    """The special tokens that a tokenizer puts before a text of its model, such as that of its beginning (BOS).
+    """Special tokens that a tokenizer puts before a text, such as BOS.
 
-    A text gets them once, also where it spells them out itself, and never what the tokenizer puts behind a text (EOS):
-    an answer is to follow.
+    A text gets them once, even if it spells them out itself, and never gets the tokens after a text (EOS): an answer is
+    to follow.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._start: list[int] | None = None
         self.notes: dict[str, str] = {}
-        """What the tokenizer does otherwise, for people, by its kind."""
+        """Kind of deviation of the tokenizer → a note on it for the user."""
 
     def added(self, ids: list[int], text: str) -> list[int]:
-        """Put the start before the ids [N] of ``text``, to which nothing was added; unless it is there, or N is 0."""
+        """Put the special tokens before the ids [N] of ``text``, unless they are there, or N is 0."""
         if not ids:
             return ids
         if self._start is None:
             self._start = self._found(text[:PROBED])
         if not self._start:
             return ids
-        # Templates of instruct models often write BOS themselves: twice it costs accuracy, and says nothing
+        # Templates of instruct models often write BOS themselves: a second one costs accuracy, without any error
         if ids[: len(self._start)] == self._start:
             shown = self._tokenizer.decode(self._start)
             self.notes["twice"] = f"prompts begin with {shown}, which the tokenizer would add again; they have it once"
@@ -173,7 +173,7 @@ class TextStart:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         whole: list[int] = self._tokenizer(text)["input_ids"]
         at = next((i for i in range(len(whole)) if ids and whole[i : i + len(ids)] == ids), None)
-        if at is None:  # it tokenises a text otherwise behind its start
+        if at is None:  # the text is tokenised differently after the special tokens
             bos = self._tokenizer.bos_token_id
             return [bos] if bos is not None and whole[:1] == [bos] else []
         if end := whole[at + len(ids) :]:
@@ -185,12 +185,12 @@ class TextStart:
 
 
 def template_kwargs(run: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that a row's chat template gets: those of the run, and those of the row on top.
+    """Return the variables for a row's chat template: the run's, overridden by the row's.
 
     Raises:
-        DataError: the row's are no mapping of names to values, or name what is no variable.
+        DataError: the row's value is not a mapping of names to values, or a name is not that of a variable.
     """
-    of_row = column_value(extra.get(TEMPLATE_KWARGS)) or {}  # null where only other rows have any
+    of_row = column_value(extra.get(TEMPLATE_KWARGS)) or {}  # null if only other rows have any
     if not isinstance(of_row, Mapping) or NO_VARIABLES & of_row.keys():
         raise DataError(
             f"the column {TEMPLATE_KWARGS!r} has {shown(of_row)}; expected variables of the chat template, like "
@@ -200,7 +200,7 @@ def template_kwargs(run: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[st
 
 
 def column_value(given: Any) -> Any:
-    """Return the value that a column holds, also as JSON text."""
+    """Return the value of a column, decoded if it is JSON text."""
     if isinstance(given, str):
         with suppress(ValueError):
             return json.loads(given)
@@ -208,15 +208,15 @@ def column_value(given: Any) -> Any:
 
 
 def tools_of(row: Mapping[str, Any], named: str) -> list[dict[str, Any]] | None:
-    """Return the schemas of the tools in the columns of a ``row``, ``named`` so in messages; None without any.
+    """Return the schemas of tools in the columns of a ``row``; None without any. ``named``: its name in messages.
 
     Raises:
-        DataError: they are something else.
+        DataError: they have another form.
     """
     given = row.get(TOOLS)
     if given is None or not (tools := column_value(given)):
         return None
-    # Each schema may be JSON text of its own, in a list of texts.
+    # In a list of texts each schema may be JSON text.
     tools = [column_value(tool) for tool in tools] if isinstance(tools, list) else [tools]
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -260,7 +260,7 @@ class PromptTokenizer:
         return [*self._start.notes.values(), *self._unused.values()]
 
     def __call__(self, records: Sequence[Record]) -> list[Tokenised | LeftOut]:
-        """Return the text and token ids [P] of each record, or why it has none.
+        """Return the text and token ids [P] of each record, or the reason why it has none.
 
         Raises:
             DataError: messages without a template to render them.
@@ -271,7 +271,7 @@ class PromptTokenizer:
         return [next(encoded) if isinstance(text, tuple) else text for text in texts]
 
     def _text(self, record: Record) -> tuple[str, bool] | LeftOut:
-        """Return the text of a record, and whether the template wrote it."""
+        """Return the text of a record, and True if the template wrote it."""
         chat = self._as_messages(record)
         if chat is None and self._with_tools:
             self._note_unused(record)
@@ -296,7 +296,7 @@ class PromptTokenizer:
         except DataError as refused:
             return LeftOut(Reason.TEMPLATE, record.source, str(refused))
         text = str(rendered)
-        # A template without tools ignores them, and raises nothing.
+        # A template without tools ignores them silently.
         if not all(tool["function"]["name"] in text for tool in tools or ()):
             why = (
                 f"a prompt of {_named(record)} has tools, and the model's chat template does not show them to the "
@@ -316,13 +316,13 @@ class PromptTokenizer:
         return kwargs
 
     def _note_unused(self, record: Record) -> None:
-        """Note what only a chat template would use, and text has none."""
+        """Note columns that only a chat template would use, if the record is plain text."""
         columns = [name for name in (TOOLS, TEMPLATE_KWARGS) if record.extra.get(name)]
         for name in [*columns, *(["data.chat_template_kwargs"] if self._kwargs else [])]:
             self._unused[name] = f"{name} has no effect on prompts that are text; use data.chat_template=always"
 
     def _encoded(self, prompts: Sequence[tuple[Record, str, bool]]) -> list[Tokenised | LeftOut]:
-        """The ids of records' texts; to those that no template wrote, the tokenizer's special tokens are added."""
+        """Return the ids of records' texts; texts that no template wrote also get the tokenizer's special tokens."""
         if not prompts:
             return []
         record, text, _ = prompts[0]
@@ -335,7 +335,7 @@ class PromptTokenizer:
                     for (record, text, templated), ids in zip(prompts, found, strict=True)
                 ]
         except DataError as refused:
-            if len(prompts) > 1:  # of which prompt, the batch does not say
+            if len(prompts) > 1:  # the batch's error does not say which prompt it was
                 return [one for prompt in prompts for one in self._encoded([prompt])]
             why = str(refused) if writable(text) == text else f"{doing}: half of a surrogate pair is no text"
             return [LeftOut(Reason.TOKENIZER, record.source, why)]
@@ -360,5 +360,5 @@ class PromptTokenizer:
 
 
 def _named(record: Record) -> str:
-    """Return a name for a record: its source, and the row where it is known."""
+    """Return a name for a record: its source, and its row if known."""
     return f"{record.source} ({record.where})" if record.where else record.source

@@ -1,11 +1,11 @@
-"""The nouns of the pipeline: prompt, trajectory, row, training sample. Plain data; numpy, never torch.
+"""Data types of the pipeline: prompt, trajectory, row, training sample. Plain data; numpy, never torch.
 
 The group is in `headway.data.interfaces.episode_groups`.
 
-Token arrays stay behind a `Handle` once a group left its engine: the driver reads metadata only and passes handles on,
-so a group's tokens travel from the process that sampled them to the process that trains on them, and nowhere else. A
-handle is whatever the cluster backend makes of it: the object itself (inline), a file in memory (tokens on Ray) or a
-Ray object reference (columns).
+Token arrays stay behind a `Handle` once a group left its engine: the driver reads only metadata and passes handles on,
+so tokens travel directly from the process that sampled them to the process that trains on them. The cluster backend
+chooses the kind of handle: the object itself (inline), a file in memory (tokens on Ray) or a Ray object reference
+(columns).
 
 Shape suffixes: P prompt tokens, T response tokens.
 """
@@ -39,7 +39,7 @@ class ColumnName(StrEnum):
 
 
 class TrajectoryId(NamedTuple):
-    """A trajectory's identity: the ``attempt``-th run of ``row`` in ``epoch``, episode ``k``. Keys its randomness."""
+    """Identity of a trajectory: the ``attempt``-th run of ``row`` in ``epoch``, episode ``k``. Keys its randomness."""
 
     epoch: int
     row: int
@@ -50,7 +50,7 @@ class TrajectoryId(NamedTuple):
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of the data set, tokenised."""
+    """One tokenised row of the data set."""
 
     epoch: int
     row: int
@@ -58,21 +58,21 @@ class Prompt:
     source: str
     """Name of the data source, for the reward and for per-source metrics."""
     text: str
-    """The text that the model reads (after the chat template)."""
+    """The text that the model reads, after the chat template."""
     token_ids: NDArray[np.int32]
     """Token ids of the prompt, [P]."""
     answer: Any = None
-    """Ground truth, handed to the reward as it is."""
+    """Ground truth, passed to the reward unchanged."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row, by name."""
     messages: list[dict[str, Any]] | None = None
-    """The prompt as chat messages, where the row gives it so."""
+    """The prompt as chat messages; None if the row has text."""
     asked: str | None = None
-    """The row's text, where it is not ``text``: the chat template made a message of it."""
+    """The row's text if it differs from ``text``: the chat template made a message of it."""
 
     @property
     def data_text(self) -> str | None:
-        """The row's text, without the chat template; None if the row gives messages."""
+        """The row's text, without the chat template; None if the row has messages."""
         return None if self.messages is not None else self.text if self.asked is None else self.asked
 
     @property
@@ -85,7 +85,7 @@ class Prompt:
 
     @property
     def group_id(self) -> tuple[int, int, int]:
-        """Identity of the prompt's group: epoch, row and attempt, with which the ids of its trajectories begin."""
+        """Identity of the prompt's group: epoch, row and attempt, the common beginning of its trajectories' ids."""
         return self.epoch, self.row, self.attempt
 
     def trajectory_id(self, k: int) -> TrajectoryId:
@@ -100,30 +100,30 @@ class FinishReason(StrEnum):
 
 @record
 class SampledTokens:
-    """The tokens that one call of the policy has sampled. All arrays are [T].
+    """Tokens sampled by one call of the policy. All arrays are [T].
 
-    They are pickled as one string of bytes: an array of its own costs more to pickle than all tokens of an answer.
+    They are pickled as one byte string: a separate array costs more to pickle than all tokens of an answer.
     """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """Log-prob (nats) under the very distribution the token was sampled from (temperature and filters applied)."""
+    """Log-prob (nats) under the distribution from which the token was sampled (temperature and filters applied)."""
     versions: NDArray[np.int32]
-    """Version of the weights that sampled the token, stamped by the engine."""
+    """Version of the weights that sampled each token, set by the engine."""
 
     @classmethod
     def nothing(cls) -> SampledTokens:
-        """Make an empty one: nothing sampled yet."""
+        """Make an empty object: nothing sampled yet."""
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
     def __reduce__(self) -> tuple[Callable[..., SampledTokens], tuple[bytearray]]:
-        # The dtypes are those that `_sampled_tokens` reads: 4 bytes each, whatever an engine has sampled into
+        # `_sampled_tokens` reads these dtypes: 4 bytes each, whatever dtype an engine has sampled into
         parts = (self.ids, np.int32), (self.logprobs, np.float32), (self.versions, np.int32)
         return _sampled_tokens, (bytearray().join([array.astype(kind, copy=False).tobytes() for array, kind in parts]),)
 
 
 def _sampled_tokens(data: bytearray) -> SampledTokens:
-    # Over a bytearray: arrays over bytes could not be written to.
+    # From a bytearray: arrays over bytes would be read-only.
     length = len(data) // 12
     return SampledTokens(
         np.frombuffer(data, np.int32, length),
@@ -133,23 +133,24 @@ def _sampled_tokens(data: bytearray) -> SampledTokens:
 
 
 class TurnSpan(NamedTuple):
-    """The place of one turn's sampled tokens in a row's arrays, those of its response unless said otherwise: ``[start,
-    stop)``."""
+    """Place ``[start, stop)`` of one turn's sampled tokens in a row's arrays, those of its response unless said
+    otherwise.
+    """
 
     number: int
     """The turn's number in its episode, from 0."""
     start: int
     stop: int
     state: int = 0
-    """The state that the turn was taken in, as 64 bits with a sign: equal where the policy was told the same last, or
-    where programs name the same one. 0 where an answer to the prompt is all of its episode."""
+    """State in which the turn was taken, as a signed 64-bit key: equal if the policy's last input was the same, or if
+    programs give the same name. 0 if the episode is a single answer to the prompt."""
 
 
 @record
 class RowTokens:
-    """A row to train on: a prompt [P] that the policy read first, and the response [T] behind it.
+    """Row to train on: a prompt [P] that the policy read first, and the response [T] after it.
 
-    The response begins with the first token that is trained. Between turns it has what the policy only read, such as a
+    The response begins with the first trained token. Between turns it has tokens that the policy only read, such as a
     tool's output: holes of ``loss_mask``.
     """
 
@@ -158,14 +159,14 @@ class RowTokens:
     ids: NDArray[np.int32]
     """Token ids of the response, [T]."""
     logprobs: NDArray[np.float32]
-    """Log-prob (nats) of each response token under the very distribution that it was sampled from (temperature and
-    filters applied), [T]; 0 in holes."""
+    """Log-prob (nats) of each response token under the distribution from which it was sampled (temperature and filters
+    applied), [T]; 0 in holes."""
     versions: NDArray[np.int32]
-    """Version of the weights that sampled each response token, stamped by the engine, [T]; -1 in holes."""
+    """Version of the weights that sampled each response token, set by the engine, [T]; -1 in holes."""
     loss_mask: NDArray[np.bool_]
-    """True at the response tokens that are trained in this row, [T]: those of its turns."""
+    """True at the response tokens that are trained in this row, [T]: its turns' tokens."""
     turns: tuple[TurnSpan, ...]
-    """The turns that are trained in this row, in order."""
+    """Turns that are trained in this row, in order."""
 
     @classmethod
     def answer(cls, prompt_ids: NDArray[np.int32], tokens: SampledTokens) -> RowTokens:
@@ -176,16 +177,16 @@ class RowTokens:
 
 
 GroupTokens = tuple[RowTokens, ...]
-"""The tokens behind a group's handle: the rows of all its episodes, in order of k, then as they began."""
+"""Tokens of a group's handle: the rows of all its episodes, by k, and then in the order in which they began."""
 
 
 def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
-    """``[[start, version], …]`` of a [T] array of versions: where each run of equal versions starts."""
+    """Return ``[[start, version], …]`` of a [T] array of versions: the start of each run of equal versions."""
     if len(versions) == 0:
         return []
     if (versions == versions[0]).all():
         return [[0, int(versions[0])]]
-    # Prepended is a version that the first one differs from, so that it begins a run, too
+    # A different version is prepended, so that the first token begins a run, too
     starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
     return [[int(s), int(versions[s])] for s in starts]
 
@@ -206,62 +207,62 @@ class Conversation(NamedTuple):
     """One conversation of an episode, as chat messages."""
 
     prompt: list[dict[str, Any]]
-    """The messages that its first turn was asked with."""
+    """Messages of the request for its first turn."""
     completion: list[dict[str, Any]]
-    """All messages behind them up to its last answer: answers, and what they were told."""
+    """All later messages up to its last answer: answers, and messages to the policy."""
     opened: str = ""
-    """The tag of a thought, such as ``<think>``, with which the prompt of its last answer ends; empty for none."""
+    """Tag of a thought, such as ``<think>``, with which the prompt of its last answer ends; empty for none."""
 
 
 @pickled_by_fields
 @dataclass(slots=True)
 class Trajectory:
-    """Metadata of one episode: what the driver may look at. Its tokens are behind ``group.tokens``, in its ``rows``."""
+    """Metadata of one episode, which the driver may read. Its tokens are behind ``group.tokens``, in its ``rows``."""
 
     id: TrajectoryId
     replica: str
     text: str
-    """Text of its last answer."""
+    """Text of the episode's last answer."""
     prompt_length: int
-    """Number of tokens of its first turn's context."""
+    """Number of tokens of the first turn's context."""
     length: int
     """Number of sampled tokens of all turns, end-of-sequence included."""
     finish_reason: FinishReason
-    """How its last answer ended: ``length`` only at the run's limits, not at one of a turn's own."""
+    """Reason for the end of its last answer: ``length`` only at the run's limits, not at a turn's own limit."""
     version_spans: list[list[int]]
-    """Versions of its sampled tokens, all turns one after the other. See `version_spans`."""
+    """Versions of its sampled tokens, with all turns concatenated. See `version_spans`."""
     started: float
     """Time on the event clock, in seconds, at which the first token was sampled."""
     finished: float
     rows: tuple[RowAt, ...]
-    """Its rows, as they began. A single answer has one, an episode that failed has none."""
+    """Its rows, in the order in which they began. A single answer has one, a failed episode has none."""
     turns: int = 1
     reward: float | None = None
-    """Reward given by its program; None if it gave none."""
+    """Reward given by its program; None if there is none."""
     conversation: Conversation | None = None
-    """Its last conversation; only of a program's episode that a reward function scores, or that is shown, until it is
-    scored."""
+    """Last conversation of a program's episode, until it is scored; only if a reward function scores it, or it is
+    shown."""
     turn_rewards: tuple[float, ...] = ()
-    """Rewards of its turns, by number, where its program gave any; beside ``reward``."""
+    """Rewards of its turns by number, in addition to ``reward``; empty if its program gave none."""
     failure: str | None = None
-    """Why the episode failed; None if it did not."""
+    """Reason why the episode failed; None if it did not."""
     again: str | None = None
-    """Why its program was run again, the last time; None if it was not."""
+    """Reason why its program was last run again; None if it was not."""
     limit: str | None = None
-    """The limit that ended it: ``turns``, ``tokens``, ``step`` or ``time``; None if none did."""
+    """Limit that ended the episode: ``turns``, ``tokens``, ``step`` or ``time``; None if no limit did."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to be reported, by name: seconds in its environment, tool errors, forks."""
+    """Further metrics by name: seconds in its environment, tool errors, forks."""
     steps: tuple[tuple[float, float], ...] = ()
-    """Spans on the event clock in which its program worked. Of many, neighbours are joined."""
+    """Spans on the event clock in which its program worked. If there are many, neighbours are joined."""
     waits: tuple[tuple[float, float], ...] = ()
     """Spans on the event clock in which its program waited to begin."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What its agent asked the endpoint for and did not get: the first reason of each kind."""
+    """Kind of request of its agent that the endpoint did not follow → the first reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The outcomes of the E episodes of one batch, and which of its S samples are whose."""
+    """Outcomes of the E episodes of one batch, and the episode of each of its S samples."""
 
     ids: tuple[TrajectoryId, ...]
     """Identities of the episodes, E of them."""
@@ -272,14 +273,14 @@ class Outcomes:
     episode_of: NDArray[np.int64]
     """Index of each sample's episode, [S], ascending."""
     baselines: NDArray[np.float32] | None = None
-    """Reward of the greedy answer to each episode's prompt, [E], where one was generated."""
+    """Reward of the greedy answer to each episode's prompt, [E]; None if none was generated."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     """Rewards of each episode's turns, by number, E of them; empty if no episode has any."""
     lengths: NDArray[np.int64] | None = None
-    """Number of tokens that each episode trains, [E], without holes; None: to be counted in its rows."""
+    """Number of tokens that each episode trains, [E], without holes; None: they are counted from its rows."""
 
     def __reduce__(self) -> tuple[Callable[..., Outcomes], tuple[bytes]]:
-        """Pickle all ids at once: the pickler that calls on Ray go through is slow for each."""
+        """Pickle all ids at once: the pickler of Ray's calls is slow for each object."""
         values = [getattr(self, each.name) for each in fields(self)]
         return _outcomes, (pickle.dumps(values, pickle.HIGHEST_PROTOCOL),)
 
@@ -298,24 +299,24 @@ class Column:
 
 
 AnyColumn = Column | float
-"""A column, or one number, which travels in its place: that of every token that the row trains, 0 in holes."""
+"""A column, or one number in its place: the value of every trained token of the row, 0 in holes."""
 
 
 @record
 class TrainSample:
     """One row of an episode on its way through a forward or training step.
 
-    It is pickled as one object with plain tuples in it: the pickler that calls on Ray go through takes microseconds of
-    Python for every object of a class, and each sample goes through it several times.
+    Pickled as one object of plain tuples: the pickler of Ray's calls takes microseconds for every object of a class,
+    and each sample goes through it several times.
     """
 
     tokens: Handle[GroupTokens]
     index: int
-    """Index of the row among those behind ``tokens``."""
+    """Index of the row in ``tokens``."""
     prompt_length: int
     length: int
     episode: TrajectoryId
-    """The episode that the row is of. Its rows lie next to each other."""
+    """Episode of the row. Rows of an episode are consecutive."""
     columns: Mapping[str, AnyColumn] = field(default_factory=dict)
     """Further per-token inputs, by name: ``ref_logprobs``, ``prox_logprobs``, ``values``, ``advantages``, ``returns``.
     """
@@ -334,7 +335,7 @@ class TrainSample:
 
     @property
     def total_length(self) -> int:
-        """Number of tokens P + T, which is what the sample costs in a token-budget micro-batch."""
+        """Number of tokens P + T: the sample's cost in a token-budget micro-batch."""
         return self.prompt_length + self.length
 
 

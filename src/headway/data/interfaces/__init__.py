@@ -9,7 +9,7 @@ Everything the pipeline calls is asynchronous and returns plain data. Implementa
 `headway.errors`; an implementation that lives in another process raises `WorkerDied` when that process ends.
 
 - `rollout`: calls of the policy, how their tokens are sampled, and the replicas which serve them
-- `episode_groups`: prompts, groups of episodes and who makes them of calls, scores of responses
+- `episode_groups`: prompts, groups of episodes and the workers that make them, scores of responses
 - `training`: the trainer, the critic, advantages, an optimizer step's place in the run and its report
 - `weights`: a version's way from the trainer to copies of the policy
 """

@@ -1,4 +1,4 @@
-"""Prompts, groups of episodes, the workers that make them of calls to replicas, and scores of responses."""
+"""Prompts, groups of episodes, the workers that make the groups by calls to replicas, and scores of responses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Group:
     baseline_sampling: SamplingParams | None = None
     """Sampling of one more episode, k = n, which is not trained on; None without one."""
     shown: bool = False
-    """True if the group leaves a sample: its episodes then always include their conversations."""
+    """True if a sample of the group is shown: its episodes then always include their conversations."""
     trajectories: tuple[Trajectory, ...] = ()
     """One trajectory for each episode, in order of k; after scoring, only those to train on."""
     tokens: Handle[GroupTokens] | None = None
@@ -53,24 +53,24 @@ class Group:
     rewards: NDArray[np.float32] | None = None
     """Each trajectory's own reward, beside those of its turns, [n]; set by the stage Reward."""
     baseline: float | None = None
-    """The score of the policy's greedy episode, those of its turns included, where one was generated (ReMax)."""
+    """Score of the policy's greedy episode, rewards of its turns included; None if none was generated. For ReMax."""
     columns: dict[str, tuple[AnyColumn, ...]] = field(default_factory=dict)
     """The numbers computed per token, by name: one [T] column per row, in the order of `samples`."""
     again: bool = False
     """True if an earlier episode worker of the group was lost: the journal may have its calls."""
 
     def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[TrainSample]:
-        """Return the group's samples for a forward or training step, with those of ``columns`` that it has.
+        """Return the group's samples for a forward or training step, with the columns of ``columns`` that exist.
 
-        There is one for each row of each trajectory, in order. ``mask_cut_off``: leave episodes that did not end by
-        themselves out of the loss (overlong filtering).
+        There is one for each row of each trajectory, in order. ``mask_cut_off``: exclude episodes that did not end by
+        themselves from the loss (overlong filtering).
         """
         samples: list[TrainSample] = []
         present = {name: self.columns[name] for name in columns if name in self.columns}
         for trajectory in self.trajectories:
             ended_itself = trajectory.finish_reason is FinishReason.STOP and trajectory.limit is None
             for at in trajectory.rows:
-                # Columns have this order; `at.index` also counts rows behind `tokens` that are not trained.
+                # Columns have this order; `at.index` also counts rows of `tokens` that are not trained.
                 place = len(samples)
                 samples.append(
                     TrainSample(
@@ -113,7 +113,7 @@ class EpisodeWorkerProtocol(Protocol):
         """Start all groups in one step, in order, and yield each when it is done.
 
         Leaving the iterator early drops the groups that it has not yielded. Aborted groups are yielded too, with finish
-        reason ``aborted``. ``on``: the one replica for all calls of these groups; raises `WorkerDied` when it leaves.
+        reason ``aborted``. ``on``: the only replica for all calls of these groups; raises `WorkerDied` when it leaves.
         Raises `DataError` for a prompt that no engine takes.
         """
 
@@ -124,7 +124,7 @@ class EpisodeWorkerProtocol(Protocol):
         """Repeat the unfinished calls of the lost ``replica`` on others."""
 
     async def route(self, replicas: Sequence[str], halted: bool = False) -> None:
-        """Send new calls only to these replicas. ``halted``: calls wait there, and clocks of episodes stand still."""
+        """Send new calls only to these replicas. ``halted``: calls wait there, and the episodes' clocks are paused."""
 
     async def hold(self) -> None:
         """Start no further training groups. Returns when all started ones are done, or `go_on` was called."""
@@ -133,10 +133,10 @@ class EpisodeWorkerProtocol(Protocol):
         """Start the groups that were held back, and new ones again."""
 
     async def abort_older_than(self, version: int) -> None:
-        """End the training groups with a token of an older version in a finished call."""
+        """End the training groups that have a token of a version below ``version`` in a finished call."""
 
     def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
-        """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""
+        """Yield the name of each replica that failed or refused a call's transport, and the reason."""
 
     async def close(self) -> None: ...
 
@@ -150,7 +150,7 @@ class Scores:
     """Rewards [n], all finite: Σ weight · value over the parts that apply to the response."""
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
     """Name of a reward component, or of another number that it returned → values [n], before weighting. None: the
-    component does not apply to the response, or returned no such number."""
+    component does not apply to the response, or did not return this number."""
 
 
 def means_of_parts(groups: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:

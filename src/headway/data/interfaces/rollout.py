@@ -20,7 +20,7 @@ class Priority(StrEnum):
     """Purpose of a call. Waiting calls start in this order: validation first.
 
     An update waits for a validation of single answers, and at η = 0 for one of programs. At η > 0 nothing waits for a
-    validation of programs. It still has priority: behind training calls in all slots, its episodes would time out.
+    validation of programs. It still has priority: if training calls filled all slots, its episodes would time out.
     """
 
     VALIDATION = "validation"
@@ -38,23 +38,23 @@ class SamplingParams:
 
     max_tokens: int
     temperature: float = 1.0
-    """Temperature of sampling. 0 is greedy; log-probs are then those of temperature 1, and filters do not count."""
+    """Temperature of sampling. 0 is greedy: log-probs are then those of temperature 1, and filters have no effect."""
     top_p: float = 1.0
     """Probability mass of the most likely tokens that are sampled from; 1 is off."""
     top_k: int = 0
     """Number of the most likely tokens that are sampled from; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
     min_p: float = 0.0
-    """Smallest probability of a token that may be sampled, as a share of the most likely token's; 0 is off."""
+    """Minimum probability of a token that may be sampled, as a share of the most likely token's; 0 is off."""
     repetition_penalty: float = 1.0
-    """Penalty on tokens that the prompt or the answer has already: a positive logit is divided by it, a negative one
-    multiplied (Keskar et al. 2019, arXiv:1909.05858); 1 is off."""
+    """Penalty on tokens that already occur in the prompt or the answer: positive logits are divided by it, negative
+    ones multiplied (Keskar et al. 2019, arXiv:1909.05858); 1 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the value added to its logit."""
     min_tokens: int = 0
     """Minimum number of tokens before a stop token or stop string may end the answer."""
     stop: tuple[str, ...] = ()
-    """Strings that end the answer, with the token that completes one; the answer's text includes it."""
+    """Strings that end the answer at the token that completes one; the answer's text includes the string."""
     seed: int | None = None
     """Seed of this request; None for the run's seed."""
 
@@ -63,11 +63,11 @@ class SamplingParams:
 class GenerateRequest:
     """One call of the policy: a context and sampling settings.
 
-    The tokens depend on (run seed, ``trajectory``, ``key``, position in the call, weights) alone.
+    The tokens depend only on (run seed, ``trajectory``, ``key``, position in the call, weights).
     """
 
     number: int
-    """Number of the call, unique for its client; the result has it, too."""
+    """Number of the call, unique for its client; the result has the same number."""
     trajectory: TrajectoryId
     input_ids: NDArray[np.int32]
     """[P] the context."""
@@ -76,9 +76,9 @@ class GenerateRequest:
     """Key that distinguishes the calls of one episode; 0 for the first one."""
     priority: Priority = Priority.TRAINING
     goes_on: bool = False
-    """True if the episode may call again with this context and its answer as a prefix, until it is released."""
+    """True if the episode may call again with this context and its answer as a prefix, before it is released."""
     together: int = 1
-    """Number of the group's calls with the same context that are submitted together, this one included."""
+    """Number of the group's calls with the same context that are submitted at once, this one included."""
 
 
 @record
@@ -98,23 +98,23 @@ class Completion:
     tokens: SampledTokens | None = None
     """The tokens; None if they are only simulated."""
     cached: int = 0
-    """Number of context tokens without prefill: the prefix cache had them, or another call's prefill gave them."""
+    """Number of context tokens that needed no prefill: the prefix cache or another call's prefill provided them."""
 
 
 class OnUpdate(StrEnum):
     """Policy for trajectories in flight when new weights arrive."""
 
     DRAIN = "drain"
-    """Let everything that was submitted finish; start nothing that is submitted later."""
+    """Let all submitted calls finish; start nothing that is submitted later."""
     INTERRUPT = "interrupt"
     """Stop between two steps; keep tokens and log-probs, drop the KV cache; prefill again after `resume`."""
     KEEP = "keep"
-    """Stop between two steps; go on in place with the old KV cache."""
+    """Stop between two steps; continue in place with the old KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Result of a pause. ``interrupted`` counts trajectories with at least one token that this pause cut."""
+    """Result of a pause. ``interrupted``: number of trajectories with at least one token that this pause cut off."""
 
     interrupted: int = 0
 
@@ -124,36 +124,36 @@ class EngineStats:
     """Activity of an engine since the last call. Spans are on the event clock."""
 
     busy: list[Span] = field(default_factory=list)
-    """Union of the spans in which at least one sequence was prefilled or decoded."""
+    """Union of the spans in which at least one sequence was in prefill or decoding."""
     slot_seconds: float = 0.0
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of contexts that needed no prefill: the prefix cache had them, or another call brought them."""
+    """Number of context tokens that needed no prefill: the prefix cache or another call's prefill provided them."""
     preempted: int = 0
-    """Number of times that an answer was parked because memory for keys and values ran short."""
+    """Number of times that an answer was preempted because memory for keys and values ran short."""
     unpinned: int = 0
-    """Number of times that an open episode lost what was kept for its next call, because memory ran short."""
+    """Number of times that an open episode lost the cache kept for its next call, because memory ran short."""
     running: int = 0
     waiting: int = 0
     version: int = 0
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
-    """Sums over the steps that prefilled nothing, by number of active sequences. Empty if it is not measured."""
+    """Sums over the steps without prefill, by number of active sequences. Empty if not measured."""
     prefill_steps: dict[int, PrefillSteps] = field(default_factory=dict)
-    """Sums over the steps that prefilled something, by the size of their prefills (`events.add_prefill`)."""
+    """Sums over the steps with prefill, by the size of their prefills (`events.add_prefill`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Abilities of an engine; a start is refused when the configuration asks for more."""
+    """Abilities of an engine. A run is refused at its start if its configuration asks for more."""
 
     on_update: frozenset[OnUpdate]
     reproducible: bool
-    """True if only (seed, trajectory id, position, weights) determine a token: not slots, order or replicas."""
+    """True if a token depends only on (seed, trajectory id, position, weights), not on slots, order or replicas."""
     sleep: bool = False
     double_buffered: bool = True
-    """True if the engine receives weights while it decodes. False: `stage_weights` overwrites the weights that are
-    served, and the engine must be paused for it."""
+    """True if the engine receives weights while it decodes. False: `stage_weights` overwrites the served weights, and
+    the engine must be paused for it."""
 
 
 class RolloutEngine(PolicyReceiver, Protocol):
@@ -175,48 +175,50 @@ class RolloutEngine(PolicyReceiver, Protocol):
 
     capabilities: Capabilities
     slots: int
-    """Calls that decode at once (``rollout.max_concurrent``); more wait inside the engine."""
+    """Maximum number of calls that decode at once (``rollout.max_concurrent``); further ones wait in the engine."""
 
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Take all of ``calls`` in one step, or none.
 
-        Calls of validation start before waiting ones of training. Raises `DataError` for a context that does not fit,
-        or parameters that make no sense.
+        Validation calls start before waiting training calls. Raises `DataError` for a context that does not fit, or
+        invalid parameters.
         """
 
     def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
-        """Yield the finished calls of ``client``: each time all that are finished by then, one at least.
+        """Yield the finished calls of ``client``: each time all that have finished since, at least one.
 
-        One iterator for each client. It ends with the engine, by raising; leaving it drops the client's other calls:
-        nothing more is sampled for them. Aborted calls are yielded too, with finish reason ``aborted``.
+        One iterator per client. It ends with the engine, by raising. Leaving it drops the client's other calls: no more
+        of their tokens are sampled. Aborted calls are yielded too, with finish reason ``aborted``.
         """
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
-        """End these calls of ``client`` as they are. Numbers of finished calls are ignored."""
+        """End these calls of ``client`` with their tokens so far. Numbers of finished calls are ignored."""
 
     async def drop(self, client: str) -> None:
-        """Drop all calls of ``client``, which vanished without leaving `finished`; its iterator raises `ClientGone`."""
+        """Drop all calls of ``client``, which ended without leaving `finished`; its iterator raises `ClientGone`."""
 
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Free what is kept for further calls of these episodes, which are over."""
+        """Free the cache kept for further calls of these episodes, which are over."""
 
     async def abort_older_than(self, version: int) -> None:
-        """End, between two steps, the unfinished training calls with a token of an older version."""
+        """End, between two steps, the unfinished training calls that have a token of a version below ``version``."""
 
     async def pause(self, policy: OnUpdate) -> Paused:
-        """Returns when nothing decodes any more under ``policy``. Requests may still be submitted; they wait."""
+        """Pause decoding by ``policy``; returns when nothing decodes any more. Requests submitted later wait."""
 
     async def resume(self) -> None: ...
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Free the KV cache on the device, and the weights: kept elsewhere or, without ``keep_weights``, lost.
+        """Free the KV cache on the device, and the weights, which are kept elsewhere or, without ``keep_weights``,
+        lost.
 
-        Call it only when paused; what was cut is prefilled again. Asleep, an engine still takes requests and weights
-        (`stage_weights`, `activate`), and computes nothing. Without weights it cannot resume before it has new ones.
+        Call it only when paused; interrupted calls are prefilled again. A sleeping engine still takes requests and
+        weights (`stage_weights`, `activate`), but computes nothing. Without weights it must get new ones before it
+        resumes.
         """
 
     async def wake(self) -> None:
-        """Take the device back after `sleep`; the engine is still paused."""
+        """Take the device back after `sleep`. The engine stays paused."""
 
     async def stats(self) -> EngineStats: ...
 

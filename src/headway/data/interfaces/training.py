@@ -1,4 +1,4 @@
-"""Engines that compute with samples (trainer, critic, log-probs); their advantages, steps and profiles."""
+"""Engines that compute on samples (trainer, critic, log-probs), with advantages, steps and profiles."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class StepContext:
     """Position of an optimizer step in the run."""
 
     version: int = 0
-    """Version of the trainer, without the optimizer steps since then."""
+    """Version of the trainer; optimizer steps since that version are not counted."""
     progress: float = 0.0
-    """Share of this version's optimizer steps that were made before this one: in [0, 1)."""
+    """Share of this version's optimizer steps made before this one: in [0, 1)."""
     clip_scale: float = 1.0
     """Width of the trust region, as a multiple of the configured one."""
     shown: frozenset[GroupId] = frozenset()
-    """Groups of the mini-batch whose rows are included in the report."""
+    """Groups of the mini-batch whose rows go into the report."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedRow:
-    """One row as an optimizer step saw it. All arrays are [T], of its response tokens.
+    """One row as an optimizer step saw it. All arrays are [T]: one value for each response token.
 
     It costs no computation: the log-probs are those of the step's own forward pass.
     """
@@ -43,7 +43,7 @@ class TrainedRow:
     mask: NDArray[np.bool_]
     """True if the loss counts the token."""
     versions: NDArray[np.int32]
-    """Version that sampled each token; -1 where none did."""
+    """Version that sampled each token; -1 if it was not sampled."""
     behaviour: NDArray[np.float32]
     """Log-probs (nats) under the policy that sampled the tokens, as the engine gave them."""
     logprobs: NDArray[np.float32]
@@ -51,9 +51,9 @@ class TrainedRow:
     entropy: NDArray[np.float32]
     """Entropies (nats) of the trainer's policy at each token."""
     columns: Mapping[str, NDArray[np.float32]]
-    """Columns that came with the row, by name."""
+    """Columns of the row, by name."""
     cut: int = 0
-    """Number of tokens that were left out in the middle of a long response; T counts those that are here."""
+    """Number of tokens left out in the middle of a long response; T counts only the remaining ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class StepReport:
     skipped: bool
     metrics: dict[str, float]
     shown: tuple[TrainedRow, ...] = ()
-    """Rows of the groups that `StepContext.shown` names, those of an episode in order."""
+    """Rows of the groups in `StepContext.shown`, the rows of an episode in order."""
 
     def joined(self, others: Sequence[StepReport]) -> StepReport:
-        """Merge the reports of all ranks: their metrics agree, their rows differ."""
+        """Return the merged report of all ranks: their metrics are equal, their rows differ."""
         return replace(self, shown=tuple(row for report in (self, *others) for row in report.shown))
 
 
@@ -96,34 +96,34 @@ class Profiled(Protocol):
     """Names of the workers in the process, joined by ``_``."""
 
     async def start(self) -> None:
-        """Record from now on. Raises `RunError` where that is impossible."""
+        """Start to record. Raises `RunError` if that is impossible."""
 
     async def stop(self) -> None:
-        """Record no more. What was recorded is kept for `take`. The process may stand still for seconds meanwhile."""
+        """Stop recording. The record is kept for `take`. The process may block for seconds meanwhile."""
 
     async def take(self, origin: float) -> bytes:
-        """Return what was recorded as a Chrome trace in gzip, and forget it.
+        """Return the record as a Chrome trace in gzip, and forget it.
 
         Its times are microseconds since ``origin``, which is in Unix seconds.
         """
 
 
 class BatchEngine(Protocol):
-    """Engine with several calls for one batch, which it divides over its ranks once.
+    """Engine with several calls for one batch, which it divides among its ranks once.
 
         await engine.begin_batch(mini_batches)              # each rank gets groups that are its own from now on
         values = await engine.forward_values(samples)       # it reads their tokens, and holds them
         await engine.train_step(mini_batches[0])
         await engine.end_batch()                            # they are forgotten when another one is read
 
-    Calls in between are only about samples of that batch.
+    Calls between `begin_batch` and `end_batch` are only about samples of that batch.
     """
 
     async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
-        """Assign the samples of a batch to ranks. ``mini_batches``: those of each optimizer step."""
+        """Assign the samples of a batch to ranks. ``mini_batches``: the samples of each optimizer step."""
 
     async def end_batch(self) -> None:
-        """End the batch. What was read of it is forgotten now, or when the next one is read."""
+        """End the batch. Its data are forgotten now, or when the next batch is read."""
 
 
 class LogProbEngine(Protocol):
@@ -134,17 +134,17 @@ class LogProbEngine(Protocol):
 
 
 class ProximalEngine(Protocol):
-    """Engine for log π_prox: log-probs under the policy as it was before the first optimizer step of a version."""
+    """Engine for log π_prox: log-probs under the policy before a version's first optimizer step."""
 
     async def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[Column]:
         """Return the [T] float32 log-probs of each sample under ``version`` (nats, ``rollout.temperature`` applied).
 
-        Raises `RunError` when the engine does not have exactly that version.
+        Raises `RunError` if the engine does not have exactly that version.
         """
 
 
 class SupervisedEngine(BatchEngine, Protocol):
-    """Training engine, as supervised fine-tuning drives it: the trainer's ranks, driven as one."""
+    """Training engine for supervised fine-tuning: the trainer's ranks, driven as one."""
 
     async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         """Make one optimizer step on a mini-batch. The gradient does not depend on how the mini-batch is split."""
@@ -174,45 +174,47 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
         await trainer.copy_state()
         await trainer.save(path, driver_state)              # the ranks may train meanwhile
 
-    Ask for log-probs under a version's weights before the version's first step. The engine then keeps what it needs for
-    further requests.
+    Ask for log-probs under a version's weights before the version's first step. The engine then keeps the weights that
+    it needs for further requests.
     """
 
     async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         """Make one optimizer step on a mini-batch. The gradient does not depend on how the mini-batch is split."""
 
     async def reach(self, receivers: Sequence[str]) -> None:
-        """Make sure that the next version can be sent to exactly these receivers, none of which is receiving.
+        """Prepare to send the next version to exactly these receivers, none of which is receiving.
 
-        Call it before every transfer; it is quick when nothing changed. After a failure, or a receiver's death or join,
-        a transport whose members depend on each other meets anew. Raises `UpdateFailed` when one does not come.
+        Call it before every transfer; it is quick if nothing changed. After a failure, or a receiver's death or join, a
+        transport whose members depend on each other sets up its group again. Raises `UpdateFailed` if a receiver does
+        not join.
         """
 
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
-        """Gather and send, bucket by bucket, to the receivers named, whose `stage_weights` must run at the same time.
+        """Gather and send the weights, bucket by bucket, to ``receivers``, whose `stage_weights` must run at the same
+        time.
 
-        They are those of the last `reach`. Raises `UpdateFailed` when one of them does not answer or gives up.
+        They must be those of the last `reach`. Raises `UpdateFailed` if one of them does not answer or gives up.
         """
 
     async def gather_weights(self, version: int) -> GatherReport:
-        """Gather the weights into the ranks' copy of them in host memory, while no `send_gathered` runs. The ranks are
-        free again when this returns.
+        """Gather the weights into the ranks' copy in host memory. The ranks are free again when this returns. Not while
+        `send_gathered` runs.
         """
 
     async def send_gathered(self, version: int, receivers: Sequence[str]) -> SendReport:
-        """Send the copy, which must hold ``version``, to the receivers that load from one copy of theirs.
+        """Send the copy, which must hold ``version``, to receivers that load from one copy of their own.
 
-        Their `stage_weights` must run at the same time. Takes no time of the ranks, and may run several times at once;
+        Their `stage_weights` must run at the same time. Needs no time of the ranks, and may run several times at once;
         ``gather_s`` of the report is 0.
         """
 
     async def copy_state(self) -> None:
-        """Copy model, optimizer and schedule into the ranks' host memory, for `save`. Not while that runs."""
+        """Copy model, optimizer and schedule into the ranks' host memory, for `save`. Not while `save` runs."""
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
         """Save a complete checkpoint: the copy, and ``driver_state`` as JSON. Atomic, by a rename.
 
-        Takes no time of the ranks, which may train on. One at a time.
+        Needs no time of the ranks, which may train on. One at a time.
         """
 
     async def load(self, path: Path) -> dict[str, Any]:
@@ -223,7 +225,7 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
 
 
 OverlappingTrainEngine = TrainEngine
-"""Earlier name of a trainer that sends weights while it trains on, as each does now."""
+"""Earlier name of a trainer that sends weights while it trains on, as every trainer does now."""
 
 
 class CriticEngine(BatchEngine, Protocol):
@@ -236,7 +238,7 @@ class CriticEngine(BatchEngine, Protocol):
         """Make one optimizer step towards the samples' ``returns``, from their ``values``."""
 
     async def copy_state(self) -> None:
-        """Copy model, optimizer and schedule into the ranks' host memory, for `save`. Not while that runs."""
+        """Copy model, optimizer and schedule into the ranks' host memory, for `save`. Not while `save` runs."""
 
     async def save(self, path: Path) -> None:
         """Save the copy as a complete checkpoint. Atomic, by a rename. Takes no time of the ranks; one at a time."""
@@ -245,11 +247,11 @@ class CriticEngine(BatchEngine, Protocol):
 
 
 class AdvantageFn(Protocol):
-    """Function that computes the advantages of one batch, once, where the batch's tokens are."""
+    """Function that computes the advantages of a batch once, in the process that has the batch's tokens."""
 
     async def __call__(self, samples: Sequence[TrainSample], outcomes: Outcomes) -> Mapping[str, Sequence[AnyColumn]]:
-        """Return ``advantages`` and, where there is a critic, ``returns``: for each sample a [T] float32 column, or the
-        one number that all its tokens share.
+        """Return ``advantages`` and, with a critic, ``returns``: for each sample a [T] float32 column, or one number
+        for all its tokens.
 
         Raises `RunError`, naming a trajectory, for a reward or an advantage that is not finite.
         """

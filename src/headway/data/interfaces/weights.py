@@ -1,4 +1,4 @@
-"""Transfer of a version from the trainer to copies of the policy: the receivers, and the reports of both ends."""
+"""Transfer of a version from the trainer to copies of the policy: the receivers, and the reports of both sides."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class GatherReport:
     nbytes: int
     """Number of bytes of the complete weights, in the served dtype."""
     changed: float | None = None
-    """Share of 16-bit units that differ from the version before; None if it was not measured."""
+    """Share of 16-bit units that differ from the previous version; None if not measured."""
     probe: NDArray[np.float32] | None = None
-    """Log-probs [N] of the probe's sequences under these weights, for `PolicyReceiver.probe` to match."""
+    """Log-probs [N] of the probe's sequences under these weights; `PolicyReceiver.probe` must match them."""
 
     def joined(self, others: Sequence[GatherReport]) -> GatherReport:
         """Return the report of all ranks, each of which has gathered its share."""
@@ -42,15 +42,15 @@ class SendReport:
     gather_s: float
     send_s: float
     nbytes: int
-    """Number of bytes sent: those of the weights, or fewer where only changes were sent."""
+    """Number of bytes sent: all weights, or fewer if only changes were sent."""
     checksum: int
-    """Checksum of all weights, in order; equals that of every receiver not named in ``checksums``."""
+    """Checksum of all weights, in order; equal to that of every receiver that ``checksums`` does not name."""
     checksums: Mapping[str, int] = field(default_factory=dict)
-    """Checksums by receiver, for those that hold the weights in another dtype."""
+    """Receiver → checksum, for receivers that hold the weights in another dtype."""
     full_nbytes: int | None = None
     """Number of bytes of the complete weights, in the served dtype; None: the same as ``nbytes``."""
     changed: float | None = None
-    """Share of 16-bit units that differ from the version before, as in `GatherReport`; None after
+    """Share of 16-bit units that differ from the previous version, as in `GatherReport`; None after
     `training.TrainEngine.send_gathered`."""
     probe: NDArray[np.float32] | None = None
     """Log-probs [N] of the probe's sequences, as in `GatherReport`; None after
@@ -62,12 +62,12 @@ class ReceiveReport:
     recv_s: float
     register_s: float
     nbytes: int
-    """Number of bytes received: those of the weights, or fewer where only changes were sent; 0 where the version was
-    found on the receiver's machine."""
+    """Number of bytes received: all weights, or fewer if only changes were sent; 0 if the version was found on the
+    receiver's machine."""
     checksum: int
     path: str | None = None
     """Path at which other receivers of the machine find the version (`headway.engines.weights.incoming_version`); None
-    where it lies in no memory that could be shared."""
+    if it lies in memory that cannot be shared."""
 
 
 class PolicyReceiver(Protocol):
@@ -83,16 +83,16 @@ class PolicyReceiver(Protocol):
 
     @property
     def copy(self) -> str:
-        """Name of the copy in host memory from which it loads new versions. Receivers of one copy load a version before
-        the next one arrives.
+        """Name of the copy in host memory from which new versions are loaded. Receivers of one copy load a version
+        before the next one arrives.
         """
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive and register ``version``: it is then complete and checksummed, but not served yet.
 
         The matching `training.TrainEngine.send_weights` must run at the same time. All-or-nothing: on an error nothing
-        is staged and, with a second buffer, the old version is still served; without one nothing is served any more
-        once it was written over in part, until a whole version has come. Raises `UpdateFailed`.
+        is staged and, with a second buffer, the old version is still served. Without a second buffer, partly
+        overwritten weights are not served until a whole version has arrived. Raises `UpdateFailed`.
         """
 
     async def activate(self, version: int) -> float:
