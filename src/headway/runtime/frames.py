@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 HEADER = struct.Struct("!QBIq")
 CHUNK = 1 << 18
-"""Maximum bytes of one read."""
+"""Maximum number of bytes of one read."""
 
 
 class Frame(NamedTuple):
@@ -42,7 +42,7 @@ class FrameChannel:
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
         self._gathered: list[bytes] = []
-        """Frames that are sent together at the end of this turn of the loop."""
+        """Frames that are sent together at the end of this loop turn."""
         self._unsent = bytearray()
         self.is_open = True
         """True while neither end is known to be closed."""
@@ -50,7 +50,7 @@ class FrameChannel:
 
     def send(self, frame: Frame) -> None:
         """Send ``frame``, at once as far as the socket takes it. Nothing is sent to a closed end."""
-        self._gathered.append(frame.packed())  # behind what was said before in this turn
+        self._gathered.append(frame.packed())  # after the frames sent before in this turn
         self._send_gathered()
 
     def send_soon(self, frame: Frame) -> None:
@@ -64,8 +64,8 @@ class FrameChannel:
             self._gathered.append(frame.packed())
 
     def send_with(self, frame: Frame, descriptor: int) -> None:
-        """Send a small ``frame`` together with a file descriptor. Raises `OSError` where it cannot be sent at once."""
-        self._send_gathered()  # first: it was said before this frame
+        """Send a small ``frame`` together with a file descriptor. Raises `OSError` if it cannot be sent at once."""
+        self._send_gathered()  # first: they were sent before this frame
         socket.send_fds(self._sock, [frame.packed()], [descriptor])
 
     def drain(self) -> None:
@@ -76,7 +76,7 @@ class FrameChannel:
     def close(self) -> None:
         """Close this end. Neither callback is called any more."""
         if self.is_open:
-            # Before the end counts as closed: the last frames of this turn would be dropped.
+            # Before the channel counts as closed: otherwise the last frames of this turn would be dropped.
             self._send_gathered()
             self.is_open = False
             self._loop.remove_reader(self._sock)
@@ -97,13 +97,13 @@ class FrameChannel:
             self._on_end()
             return False
         self._unread += data
-        # Asked anew for each frame: what handles one may close this end.
+        # Checked for each frame: the handler of one may close this end.
         while self.is_open and (frame := self._next()) is not None:
             self._on_frame(frame)
         return True
 
     def _next(self) -> Frame | None:
-        """Take a complete frame from what was read; None if there is none."""
+        """Take a complete frame from the bytes read; None if there is none."""
         if len(self._unread) < HEADER.size:
             return None
         size, kind, number, detail = HEADER.unpack_from(self._unread)
@@ -115,7 +115,7 @@ class FrameChannel:
         return frame
 
     def _send_gathered(self) -> None:
-        # A view: slicing bytes would copy what is left of a large frame at each send.
+        # A view: slicing bytes would copy the rest of a large frame at each send.
         unsent = memoryview(b"".join(self._gathered))
         self._gathered = []
         if not (unsent and self.is_open):
@@ -124,7 +124,7 @@ class FrameChannel:
             unsent = unsent[self._sent(unsent) :]
             if unsent:
                 self._loop.add_writer(self._sock, self._send_on)
-        # Also while older bytes wait: sent past them, a frame would land in the middle of another.
+        # Also while older bytes wait: a frame sent before them would land in the middle of another.
         self._unsent += unsent
 
     def _sent(self, data: memoryview | bytearray) -> int:
@@ -132,7 +132,7 @@ class FrameChannel:
             return self._sock.send(data)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:  # the other end has ended, which its process's end tells
+        except OSError:  # the other end has ended, as its process's exit shows
             return len(data)
 
     def _send_on(self) -> None:

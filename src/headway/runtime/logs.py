@@ -52,11 +52,11 @@ class DriverLog:
 
 
 class _Quiet(logging.FileHandler):
-    """Handler of a file whose disk may be full."""
+    """Return ``text`` as the first line of the log ``path`` of a run, to which programs print."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say nothing: the terminal is the view's."""
+        """Print nothing: the terminal belongs to the view."""

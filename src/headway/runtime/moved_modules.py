@@ -81,6 +81,6 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Add the finder, once: before others, which may find folders that old versions left behind."""
+    """Add the finder, once: before other finders, which may find folders left behind by old versions."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedModules())

@@ -4,8 +4,8 @@
                         ├ the owner ends in any way, or SIGTERM comes: the guard kills all below it
                         └ the process ends: the guard kills its descendants, and exits as the process did
 
-The owner waits for the guard: when that has ended, nothing is left. The guard is a subreaper of Linux: it adopts each
-descendant whose parent ends.
+The owner waits for the guard: when the guard has ended, no descendant is left. The guard is a subreaper of Linux: it
+adopts each descendant whose parent ends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = signal.SIGUSR2
 """Signal that the guard passes on to its process."""
 END_S = 30.0
-"""Limit in seconds for killed processes to end. One that takes longer to release its memory is not waited for."""
+"""Limit in seconds for killed processes to end. A process that releases its memory more slowly is not waited for."""
 MOST_FILES = 65536
-"""Number above all descriptors of a process."""
+"""Number larger than all file descriptors of a process."""
 STOPPED_S = 2.0
 """Seconds that a process may be stopped (SIGSTOP) before it is killed. Short stops have no effect."""
 
@@ -38,18 +38,18 @@ def run_guarded(owner: int) -> None:
 
     The child leads a new session. ``owner``: id of the process that started this one.
     """
-    # Before the fork: what the child starts may lose its parent at once.
+    # Before the fork: the child's processes may lose their parent at once.
     adopt_orphans()
     guard = os.getpid()
     if (child := os.fork()) == 0:
-        # First: from here on a signal to the owner's group does not reach what runs below.
+        # First: from now on a signal to the owner's group does not reach the processes below.
         os.setsid()
         die_with(guard)
         return
     try:
         os._exit(_guarded(child, owner))
     finally:
-        os._exit(1)  # after an error: the guard must not run what its process runs
+        os._exit(1)  # after an error: the guard must not run its process's code
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
@@ -60,22 +60,22 @@ def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Adopt, from now on, each descendant whose parent ends. Children of this process do not inherit that."""
+    """Adopt, from now on, each descendant whose parent ends. Children of this process do not inherit this."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children(but: Collection[int] = ()) -> None:
-    """Kill and reap all descendants of this process, until there are none or `END_S` are over.
+    """Kill and reap all descendants of this process, until there are none or `END_S` has passed.
 
-    ``but``: children that are spared, with their descendants.
+    ``but``: children that are spared, with all their descendants.
     """
     until = time.monotonic() + END_S
     looks_without = 0
-    # Repeatedly: this process inherits, and sees, the children of a process only when that ends.
+    # Repeatedly: this process inherits, and sees, a process's children only when that process ends.
     while time.monotonic() < until:
         below = _children()
         ending = [child for child in below.get(os.getpid(), ()) if child not in but]
-        # Twice: a listing misses the child of a process that forks and ends during it. So it was with a bwrap whose
+        # Twice: a listing misses the child of a process that forks and ends during it. This was seen with a bwrap whose
         # caller was killed: its child waited for ever.
         looks_without = 0 if ending else looks_without + 1
         if looks_without == 2:
@@ -121,7 +121,7 @@ def _guarded(child: int, owner: int) -> int:
     os.closerange(0, MOST_FILES)  # a pipe or socket of the process ends only when the guard does not hold it either
     for _ in range(3):
         os.open(os.devnull, os.O_RDWR)
-    # By descriptor: the id of a child that has ended may be another's when a signal is sent.
+    # By descriptor: when a signal is sent, the id of an ended child may be another process's.
     process = os.pidfd_open(child)
 
     def send(number: int) -> None:
@@ -139,7 +139,7 @@ def _guarded(child: int, owner: int) -> int:
     with suppress(ProcessLookupError):
         owner_ends = os.pidfd_open(owner)
         ends.register(owner_ends, select.POLLIN)
-        if os.getppid() == owner:  # else it has ended, and its id may be another's
+        if os.getppid() == owner:  # otherwise it has ended, and its id may be another process's
             ends.poll()
     # Also after the child has ended: the signal then does nothing, and there is no race.
     send(signal.SIGKILL)
@@ -147,7 +147,7 @@ def _guarded(child: int, owner: int) -> int:
     end_children()
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process's own core dump is enough
-        with suppress(OSError):  # SIGKILL has no handler that could be set
+        with suppress(OSError):  # SIGKILL cannot have a handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
@@ -156,7 +156,7 @@ def _guarded(child: int, owner: int) -> int:
 def _reap_orphans(child: int) -> None:
     """Reap adopted processes that have ended, but not ``child``."""
     with suppress(ChildProcessError):
-        # WNOWAIT only looks: the child's own status is for `waitpid` in `_guarded`.
+        # WNOWAIT only checks: the child's own status is for `waitpid` in `_guarded`.
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
             os.waitpid(ended.si_pid, 0)
 
@@ -167,7 +167,7 @@ def _children() -> dict[int, list[int]]:
     for name in os.listdir("/proc"):  # noqa: PTH208  # it is looked at often
         if name.isdigit():
             with suppress(OSError):
-                # From the last bracket on: a program's name may hold brackets and spaces.
+                # After the last bracket: a program's name may contain brackets and spaces.
                 stat = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
                 children.setdefault(int(stat[1]), []).append(int(name))
     return children
@@ -187,12 +187,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 IMPORTS_AS_HERE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); owner = int(sys.argv.pop()); "
-"""First statements of a `python_command` program: they give it the import path of its owner, which started it."""
+"""First statements of a `python_command` program: they set the import path of its owner, which started it."""
 
 
 GUARDED = f"{IMPORTS_AS_HERE}from headway.runtime.process_tree import run_guarded; run_guarded(owner); "
-"""First statements of a program that leaves nothing behind and ends with its owner: see `run_guarded`. SIGTERM to the
-started process, which is the guard, ends everything."""
+"""First statements of a program whose descendants end with it, and which ends with its owner: see `run_guarded`.
+SIGTERM to the started process, which is the guard, ends all of them."""
 
 
 def python_command(program: str, *arguments: str) -> list[str]:

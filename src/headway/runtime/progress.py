@@ -28,11 +28,11 @@ class Heartbeat:
     """Answer of a worker to a heartbeat. Durations are by its own clock, since machines' clocks may differ."""
 
     doing: str
-    """Description of the open calls, their durations and their steps; empty for an idle worker."""
+    """Description of the open calls, with durations and steps; empty for an idle worker."""
     quiet_s: float = math.inf
     """Seconds since the last step, or the beginning, of the worker's work; infinite without work."""
     file_nbytes: int | None = None
-    """Bytes so far of the files that the worker writes or reads, which has a separate limit; None without files."""
+    """Bytes so far of the files being written or read, for which there is a separate limit; None without files."""
 
 
 class Living(Protocol):
@@ -61,13 +61,13 @@ class OpenWork:
 
     def __init__(self) -> None:
         self.began = False
-        """True once the worker has made progress; before, its first step may take longer."""
+        """True once the worker has made progress. Before that, its first step may take longer."""
         self._since = 0.0
         self._was_open = False
 
     def silent_s(self, now: float, *, is_open: bool, moved: bool) -> float:
-        """Return the seconds without progress up to ``now``. ``is_open``: there is work that the worker could do;
-        ``moved``: it did some since the last call of this method.
+        """Return the seconds without progress up to ``now``. ``is_open``: True if there is work for the worker;
+        ``moved``: True if it made progress since the last call of this method.
         """
         self.began |= moved
         if moved or not is_open or not self._was_open:
@@ -104,7 +104,7 @@ class Progress:
         """Files that are being written or read; None: no files."""
 
     def advance(self, place: str = "") -> None:
-        """Count one more step. ``place``: the step and their number; empty: the last place is kept."""
+        """Count one more step. ``place``: description of the step; empty keeps the last one."""
         self._moved = self._clock()
         self._place = place or self._place
 
@@ -119,8 +119,8 @@ class Progress:
             self._work = None
 
     def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat of the current work; an idle one without work."""
-        # Read once: the thread that works changes them meanwhile.
+        """Return the heartbeat of the current work; that of an idle worker if there is none."""
+        # Read once: the working thread changes these meanwhile.
         work, place, moved = self._work, self._place, self._moved
         if work is None:
             return Heartbeat("")
@@ -131,7 +131,7 @@ class Progress:
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
-        """Count the files of ``folder`` as being read until the block ends; all of their bytes are known."""
+        """Count the files of ``folder`` as being read until the block ends; the number of their bytes is fixed."""
         nbytes, _ = _sizes(folder)
         self._files = Files(nbytes)
         self.advance(f"reading {folder}, {_amount(nbytes)}")
@@ -143,14 +143,14 @@ class Progress:
 
     @contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
-        """Count files as being written into ``folder`` until the block ends: their growth, in size or on disk, is
-        progress.
+        """Count files as being written into ``folder`` until the block ends: growth of their size, or of their space on
+        disk, is progress.
 
-        Another thread checks the files, so that progress is seen within a library's single call, and a file system that
-        does not answer does not delay heartbeats.
+        Another thread checks the files. So progress is seen during a single call of a library, and an unresponsive file
+        system does not delay heartbeats.
         """
         closed, files = Event(), Files(0)
-        # A daemon: a look at a network's disk may hang, and would keep the process from ending.
+        # A daemon: a check of a network disk may hang, and must not keep the process from ending.
         looking = Thread(target=self._look, args=(folder, files, closed), name="headway-file-growth", daemon=True)
         self._files = files
         self.advance(f"writing {folder}")
@@ -163,14 +163,14 @@ class Progress:
             self.advance()
 
     def _look(self, folder: Path, files: Files, closed: Event) -> None:
-        """Keep ``files``, which are this call's alone, up to date with ``folder`` until ``closed``."""
+        """Keep ``files``, which belong to this call alone, up to date with ``folder`` until ``closed`` is set."""
         seen = _sizes(folder)
         while not closed.wait(LOOK_S):
             sizes = _sizes(folder)
-            # Asked again: a look may hang for minutes, and the call be over by then.
+            # Checked again: a look may hang for minutes, and the call may be over by then.
             if sizes != seen and not closed.is_set():
                 seen = nbytes, on_disk = sizes
-                # Not into self._files: a look that ended late left its bytes there for the next call's heartbeat.
+                # Not into self._files: a late look would leave its bytes there for the next call's heartbeat.
                 files.nbytes = nbytes
                 self.advance(f"writing {folder}, {_amount(min(on_disk, nbytes))} of {_amount(nbytes)} on the disk")
 
@@ -179,7 +179,7 @@ _current: ContextVar[Progress] = ContextVar("headway_progress", default=Progress
 
 
 def progress_here() -> Progress:
-    """Return the progress that this thread's work counts for: its worker's in a worker's thread, else the process's."""
+    """Return the progress that this thread's work counts for: in a worker's thread the worker's, else the process's."""
     return _current.get()
 
 
@@ -205,12 +205,12 @@ def advance(place: str = "") -> None:
 
 
 def _sizes(folder: Path) -> tuple[int, int]:
-    """Return the bytes of the files in ``folder``, and the bytes that they take on disk; 0 where it is missing.
+    """Return the bytes of the files in ``folder``, and the bytes that they take on disk; 0 if the folder is missing.
 
-    safetensors gives a file its whole length before it writes: only the second number then says how far it is.
+    safetensors gives a file its final length before it writes: only the second number then shows the progress.
     """
     nbytes = on_disk = 0
-    with suppress(OSError):  # the file is being made, or renamed
+    with suppress(OSError):  # the file is being created or renamed
         for entry in os.scandir(folder):
             found = entry.stat()
             nbytes, on_disk = nbytes + found.st_size, on_disk + found.st_blocks * 512

@@ -1,7 +1,7 @@
 """SIGTERM and SIGHUP, treated like SIGINT. Imports nothing heavy.
 
-`timeout` sends its signal twice, to the process and to its group; the shell of a terminal that closes sends SIGHUP, and
-the kernel sends it again when the shell has ended. Neither means a second request: see `Repeats`.
+`timeout` sends its signal twice, to the process and to its group. The shell of a closing terminal sends SIGHUP, and the
+kernel sends it again when the shell has ended. Neither means a second request: see `Repeats`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Repeats:
         """Time at which each signal, by number, was counted last, on the monotonic clock."""
 
     def is_one(self, number: int) -> bool:
-        """Tell whether this signal repeats one less than `SAME_S` ago. Never true of Ctrl-C: users press it twice."""
+        """Tell whether this signal repeats one less than `SAME_S` ago. Always False for Ctrl-C: users press it
+        twice.
+        """
         now = time.monotonic()
         if number != signal.SIGINT and now - self._counted.get(number, -SAME_S) < SAME_S:
             return True
@@ -52,7 +54,7 @@ def signals_handled(on_signal: Callable[[], object]) -> Iterator[None]:
         if not repeats.is_one(number):
             on_signal()
 
-    # Asked before the loop's handlers are there, which replace them.
+    # Checked before the loop's handlers replace them.
     before = {number: signal.getsignal(number) for number in interrupting_signals()}
     for number in before:
         loop.add_signal_handler(number, handle, number)
@@ -60,7 +62,7 @@ def signals_handled(on_signal: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            loop.remove_signal_handler(number)  # this call leaves SIGTERM to the system
+            loop.remove_signal_handler(number)  # this call restores the default for SIGTERM
             signal.signal(number, handler)
 
 
@@ -89,7 +91,7 @@ class _Interrupt(Repeats):
 def terminations_as_interrupts() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, outside of event loops. For the main thread.
 
-    Within another such block this does nothing: one handler counts what is sent in two ways, wherever it arrives.
+    Within another such block this does nothing: a single handler counts signals that are sent in two ways.
     """
     others = [number for number in interrupting_signals() if number != signal.SIGINT]
     with handled(_Interrupt(), [one for one in others if not isinstance(signal.getsignal(one), _Interrupt)]):

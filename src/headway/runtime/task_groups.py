@@ -1,7 +1,7 @@
 """Concurrent coroutines that fail as one.
 
     concurrently(coroutines)   all of them are known at the start
-    failing_as_one(main)       ``main`` starts others on its way
+    failing_as_one(main)       ``main`` starts others while it runs
 
 Tasks are cancelled in the order in which they were started, so that a failing run always ends in the same way;
 `asyncio.TaskGroup` cancels in the order of a set. A cancellation from outside is not lost in a simultaneous failure, as
@@ -32,21 +32,21 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
 
 
 async def never() -> NoReturn:
-    """Wait for ever."""
+    """Wait for ever; only a cancellation ends it."""
     await asyncio.Event().wait()
     raise AssertionError("unreachable")
 
 
 def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:
     """Mark the failure of ``future`` as retrieved, so that asyncio does not log it. Returns ``future``."""
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # otherwise asyncio logs it
     return future
 
 
 def in_daemon_thread(name: str, function: Callable[[], T]) -> ConcurrentFuture[T]:
     """Call ``function`` in a new daemon thread. Returns a future of its result."""
     future: ConcurrentFuture[T] = ConcurrentFuture()
-    # Marked as running: else a waiter that is cancelled would cancel it, and `set_result` raise in the thread.
+    # Marked as running: otherwise a cancelled waiter would cancel it, and `set_result` raise in the thread.
     future.set_running_or_notify_cancel()
 
     def work() -> None:
@@ -66,7 +66,7 @@ class Tasks:
         # A dict, not a set: a set would cancel tasks in another order in each process, and simulated runs would differ.
         self._running: dict[asyncio.Task[Any], None] = {}
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future that is done when all tasks have ended, or with the first failure."""
+        """Done when all tasks have ended, or with the first failure."""
 
     def start(
         self,
@@ -94,7 +94,7 @@ class Tasks:
         try:
             await self._over
         finally:
-            # Again and again: a task may start others while it ends.
+            # Repeatedly: a task may start others while it ends.
             while running := [task for task in self._running if not task.done()]:
                 await end(running)
 
@@ -116,7 +116,7 @@ async def failing_as_one(main: Callable[[Tasks], Coroutine[Any, Any, T]]) -> T:
     cancellation from outside cancels them, too, and is never taken for a failure of a task.
     """
     tasks = Tasks()
-    # As a task of the group, the first one: a failure of another cancels it, before all others.
+    # As the first task of the group: a failure of another task cancels it before all others.
     result = tasks.start(main(tasks))
     await tasks.ended()
     return result.result()
@@ -125,8 +125,8 @@ async def failing_as_one(main: Callable[[Tasks], Coroutine[Any, Any, T]]) -> T:
 async def concurrently(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run the coroutines side by side and return their results in the order given.
 
-    The first failure cancels the others and is raised unchanged when all have ended. So does a cancellation from
-    outside, which is never taken for a failure of theirs.
+    The first failure cancels the others and is raised unchanged when all have ended. A cancellation from outside
+    cancels them, too, and is never taken for a failure of a coroutine.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     if not tasks:
@@ -146,7 +146,8 @@ async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     cancelled: asyncio.CancelledError | None = None
     for task in tasks:
         task.cancel()
-    # Not left when it is cancelled: the tasks would go on, and write files or end workers beside what follows.
+    # The wait survives a cancellation: otherwise the tasks would go on, and write files or end workers beside later
+    # code.
     while running := [task for task in tasks if not task.done()]:
         try:
             await asyncio.wait(running)
@@ -154,7 +155,7 @@ async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
             cancelled = error
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # looked at: only one failure can be raised, and asyncio would complain about the others
+            task.exception()  # retrieved: only one failure can be raised, and asyncio would complain about the others
     if cancelled is not None:
         raise cancelled
 

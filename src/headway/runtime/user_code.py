@@ -32,12 +32,12 @@ def names_a_file(spec: str) -> bool:
 
 
 def names_a_module(spec: str) -> bool:
-    """Tell whether ``spec`` is ``package.module:name``, of a module that is imported."""
+    """Tell whether ``spec`` is ``package.module:name``, with a module that can be imported."""
     return not names_a_file(spec) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", spec) is not None
 
 
 def names_user_code(spec: str) -> bool:
-    """Tell whether ``spec`` names the user's code, in a file or a module, rather than something registered."""
+    """Tell whether ``spec`` names the user's code, in a file or a module, rather than a registered name."""
     return names_a_file(spec) or names_a_module(spec)
 
 
@@ -60,7 +60,7 @@ def resolve_spec(spec: str) -> str:
 def load_function(spec: str) -> Callable[..., Any]:
     """Import the file or module of ``spec`` and return its function.
 
-    A file's folder is put at the end of ``sys.path``, so that the file can import its neighbours.
+    A file's folder is appended to ``sys.path``, so that the file can import its neighbours.
 
     Raises:
         UserCodeError: the file or module is missing or does not import, or has no callable of that name.
@@ -72,7 +72,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def load_object(spec: str) -> Any:
-    """Import the file or module of ``spec`` and return what it names: a class, a function, or another object.
+    """Import the file or module of ``spec`` and return the named object: a class, a function, or another object.
 
     Raises:
         UserCodeError: the file or module is missing or does not import, or has nothing of that name.
@@ -84,7 +84,7 @@ def load_object(spec: str) -> Any:
 
 
 def _load(spec: str) -> tuple[Path | str, Any]:
-    """Return the file or module of ``spec``, and the object with its name there; None if there is none."""
+    """Return the file or module of ``spec``, and the object with the given name in it; None if it is missing."""
     if names_a_module(spec):
         module = spec.partition(":")[0]
         try:
@@ -123,13 +123,13 @@ class Parameters:
     """
 
     named: Mapping[str, Parameter]
-    """Parameters that can be given by name, ``self`` aside."""
+    """Parameters that can be given by name, except ``self``."""
     takes_all: bool
     """True if the function has ``**kwargs``."""
     order: tuple[str, ...] = ()
-    """Names of all parameters but ``self`` and ``**kwargs``, those that cannot be given by name included."""
+    """Names of all parameters except ``self`` and ``**kwargs``, positional-only ones included."""
     readable: bool = True
-    """False for a built-in function, which tells its parameters only by being called."""
+    """False for a built-in function, whose parameters show only when it is called."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Parameters:
@@ -144,7 +144,7 @@ class Parameters:
         return cls(named, bool(rest), tuple(name for name in found if name not in ("self", *rest)))
 
     def given(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the ``available`` arguments that the function names; all of them with ``**kwargs``."""
+        """Return the ``available`` arguments that the function names; all of them if it has ``**kwargs``."""
         return {name: value for name, value in available.items() if self.takes_all or name in self.named}
 
     def lacking(self, available: Collection[str]) -> list[str]:
@@ -159,16 +159,17 @@ def check_call(
     named: Sequence[str] = (),
     params: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check that ``function`` can be called with these arguments, and those of ``named`` that are its parameters.
+    """Check that ``function`` can be called with these arguments, and with those of ``named`` that it has as
+    parameters.
 
-    ``params``: values that the user gives it by name.
+    ``params``: values that the user sets by name.
 
     Raises:
-        UserCodeError: the function cannot; the message names ``spec``, its parameters and those that are expected.
+        UserCodeError: it cannot; the message names ``spec``, its parameters and the expected ones.
     """
     try:
         own = signature(function)
-    except (TypeError, ValueError):  # a function that is built in tells only by being called
+    except (TypeError, ValueError):  # the parameters of a built-in function show only when it is called
         return
     try:
         own.bind(*positional, **{name: None for name in named if name in own.parameters}, **(params or {}))
@@ -180,7 +181,7 @@ def check_call(
 
 
 def _import_file(path: Path) -> ModuleType:
-    # With a sum of the whole path: files of one name in two folders are two modules.
+    # With a checksum of the whole path: files of the same name in two folders are two modules.
     module_name = f"headway_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -189,12 +190,12 @@ def _import_file(path: Path) -> ModuleType:
         raise UserCodeError(f"{path}: not a Python file that can be imported")
     module = importlib.util.module_from_spec(module_spec)
     if str(path.parent) not in sys.path:
-        # At the end: a file beside it, such as random.py, must not hide a module of Python's.
+        # At the end: a neighbouring file, such as random.py, must not hide a module of Python's.
         sys.path.append(str(path.parent))
     sys.modules[module_name] = module  # registered before the module runs: dataclasses and pickle look it up by name
     try:
         module_spec.loader.exec_module(module)
-    # Half a module left there would be what the next import gets.
+    # Removed: the next import would get half a module.
     except (Exception, SystemExit) as cause:
         del sys.modules[module_name]
         raise UserCodeError(f"{path} does not import: {raised_by(cause)}") from cause
@@ -202,10 +203,10 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def pickled_beside(file: str) -> Any:
-    """Return the object that is pickled beside ``file``, under the same name.
+    """Return the object pickled beside ``file``, under the same name.
 
-    The object's import path is appended to ``sys.path``. The file's own folder is not: the file could be taken for the
-    module that the object is from.
+    The object's import path is appended to ``sys.path``. The file's own folder is not: otherwise the file could be
+    taken for the object's module.
 
     Raises:
         UserCodeError: the pickle is of another version of Python, whose functions this one cannot read.

@@ -4,8 +4,7 @@
     sandbox.probe()                                  # once on each machine: ConfigError where it cannot be had
     ran = await sandbox.run("print(1 + 1)")          # SandboxResult(stdout="2\\n", stderr="", code=0, limit=None)
 
-`sandbox` is what other code calls. `sandbox_call` runs one call to its end and enforces its limits. `bubblewrap` makes
-the namespaces, `interpreter` finds the files of the Python in there and makes them readable, `seccomp` says which
-system calls the kernel refuses. The kind `process_limits` has no namespaces, and hides nothing. `python_tool` is the
-tool.
+Other code calls `sandbox`. `sandbox_call` runs one call to its end and enforces its limits. `bubblewrap` makes the
+namespaces, `interpreter` finds the files of Python for them and makes them readable, `seccomp` lists the system calls
+that the kernel refuses. The kind `process_limits` has no namespaces, and hides nothing. `python_tool` is the tool.
 """

@@ -1,11 +1,10 @@
-"""The sandbox that ``bwrap`` makes for one call: `Bubblewrap` builds its command, `BubblewrapCall` starts and ends it.
+"""Sandbox made by ``bwrap`` for one call: `Bubblewrap` builds its command, `BubblewrapCall` starts and ends it.
 
     [setpriv ─▶] bwrap ─▶ sh, the first process in there ─▶ prlimit ─▶ the program
      where we    makes     waits until it is let go, so that nothing starts of a
      are root    all       caller that has ended; all that runs ends with it
 
-The sandbox has /usr and the interpreter, read-only, a /proc and a /dev of its own, and one place to write: /tmp, in
-memory.
+The sandbox has /usr and the interpreter, read-only, its own /proc and /dev, and one writable place: /tmp, in memory.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from headway.runtime.sandbox.sandbox_call import (
 UID_INSIDE = 1000
 HOSTNAME = "headway-sandbox"
 FIRST_UID, UIDS = 64000, 1000
-"""User ids under which root runs sandboxes: one for each open sandbox."""
+"""First user id under which root runs sandboxes, and the number of ids: each open sandbox has its own."""
 COUNTS_BY_NAMESPACE = (5, 14)
-"""First Linux that counts a user's processes within a user namespace, and not on the whole machine."""
+"""First Linux version that counts a user's processes per user namespace, and not on the whole machine."""
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-"""Directories beside /usr; on most systems links into it."""
+"""Directories beside /usr; on most systems links into /usr."""
 FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "full", "random", "urandom")
-"""Not zero: a shared mapping of it is memory that belongs to no process."""
+"""Devices of the sandbox. Not zero: its shared mappings are memory that belongs to no process."""
 MOST_OPEN = 64
-"""Files that a process may have open."""
+"""Maximum number of open files of a process."""
 MOST_SIGNALS = 256
-"""Signals that may wait for the processes of a call together. Each timer counts as one."""
+"""Maximum number of pending signals for all processes of a call. Each timer counts as one."""
 SCRATCH = "/tmp"
 INPUT = "/input"
 FIRST = (
@@ -61,20 +60,20 @@ FIRST = (
     "-c",
     f'echo >&0; read -r go || exit 1; exec <{INPUT}; echo 1000 >/proc/self/oom_score_adj; "$@"; exit $?',
 )
-"""The sandbox's first process, which the kernel ends before others where memory is short.
-It says that it is there, so that it ends with bwrap from here on. It starts the program when it is told to, and never
-where who tells it has ended; when it ends itself, so does everything in the sandbox."""
+"""First process of the sandbox, which the kernel ends before others when memory is short. It reports that it is there,
+so that it ends with bwrap from then on. It starts the program when told to, and never after the end of this process.
+When it ends, so does everything in the sandbox."""
 
 
 @dataclass(frozen=True)
 class Bubblewrap:
-    """The programs that build sandboxes, as they were found on this machine."""
+    """Programs of this machine that build sandboxes."""
 
     bwrap: str
     prlimit: str
     setpriv: str
     python: str
-    """The interpreter that a venv is made from, which has nothing installed but what came with it."""
+    """Interpreter from which a venv is made, without installed packages."""
 
     @classmethod
     def here(cls) -> Bubblewrap:
@@ -89,12 +88,12 @@ class Bubblewrap:
 
     @cached_property
     def interpreter(self) -> Interpreter:
-        """The interpreter and its needs in a sandbox. Raises `ConfigError` if it fails to start."""
+        """Interpreter with the files that it needs in a sandbox. Raises `ConfigError` if it fails to start."""
         return interpreter(self.python)
 
     @cached_property
     def counts_processes(self) -> bool:
-        """True if the kernel counts the processes of a sandbox apart from all others of its user."""
+        """True if the kernel counts a sandbox's processes separately from all others of its user."""
         numbers = platform.release().split("-")[0].split(".")[:2]
         return os.geteuid() == 0 or tuple(map(int, numbers)) >= COUNTS_BY_NAMESPACE
 
@@ -112,12 +111,12 @@ class Bubblewrap:
         """Return the command that runs ``program`` in a new sandbox.
 
         Args:
-            program: the program and its arguments, as the sandbox has them.
-            uid: the user of this machine to become, where we are root.
-            status: descriptor to which bwrap writes the sandbox's process, and how the program ended.
-            seccomp: descriptor of the filter.
-            stdin: descriptor of what the program reads.
-            files: names in the scratch space → descriptors of contents.
+            program: the program and its arguments, with paths of the sandbox.
+            uid: user of this machine under which it runs, if this process is root's.
+            status: descriptor to which bwrap writes the id of the sandbox's process, and how the program ended.
+            seccomp: descriptor of the filter of system calls.
+            stdin: descriptor of the program's standard input.
+            files: names in the scratch space → descriptors of their contents.
         """
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
         apart = "--disable-userns --as-pid-1 --die-with-parent --new-session --cap-drop ALL --clearenv"
@@ -129,7 +128,8 @@ class Bubblewrap:
             word for name, fd in files.items() for word in ("--perms", "0600", "--file", str(fd), f"{SCRATCH}/{name}")
         ]
         variables = {"PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8"}
-        # bwrap mounts in this order: later places cover earlier ones, and --size and --perms are for the next alone.
+        # bwrap mounts in this order: later places cover earlier ones, and --size and --perms apply only to the next
+        # one.
         made = [
             *(self.bwrap, *names.split(), *apart.split(), *who, *self._read_only()),
             *("--proc", "/proc", "--tmpfs", "/dev", *devices, *links, "--remount-ro", "/dev"),
@@ -137,21 +137,21 @@ class Bubblewrap:
             *(*self._python(), "--remount-ro", "/", "--chdir", SCRATCH),
             *(word for name, value in variables.items() for word in ("--setenv", name, value)),
             *("--json-status-fd", str(status), "--seccomp", str(seccomp), "--"),
-            # In the sandbox: processes are counted within it.
+            # Inside the sandbox: there only its own processes are counted.
             *(*FIRST, HOSTNAME, self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--", *program),
         ]
         return made if uid is None else [*self._become(uid), *made]
 
     @cached_property
     def _way(self) -> IO[bytes] | None:
-        """The namespace in which all users can reach the interpreter; None if they can anyway."""
+        """Namespace in which all users can reach the interpreter; None if they can reach it without one."""
         return open_way_to([*self.interpreter.parts.values()])
 
     def _become(self, uid: int) -> list[str]:
-        """Return the beginning of a command that another user runs, who has a way to the interpreter."""
+        """Return the beginning of a command that runs as another user, who can reach the interpreter."""
         if self._way is None:
             return [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
-        namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the sandbox
+        namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not inherited: the sandbox would have it
         return [str(shutil.which("nsenter")), f"--mount={namespace}", f"--setuid={uid}", f"--setgid={uid}", "--"]
 
     def _read_only(self) -> Iterator[str]:
@@ -166,10 +166,10 @@ class Bubblewrap:
             yield from ("--ro-bind-try", path, path)
 
     def _python(self) -> Iterator[str]:
-        """Yield the interpreter. Behind the scratch space, which would hide one that is below it."""
+        """Yield arguments that mount the interpreter. They follow the scratch space, which could hide it."""
         made: set[Path] = set()
         for part, source in self.interpreter.parts.items():
-            for parent in [*part.parents][-2::-1]:  # else as closed as they are outside
+            for parent in [*part.parents][-2::-1]:  # else these have the same permissions as outside
                 if parent not in made:
                     yield from ("--perms", "0755", "--dir", str(parent))
             made.update(part.parents)
@@ -179,9 +179,9 @@ class Bubblewrap:
 
 
 def rlimits(limits: SandboxLimits, *, counts_processes: bool) -> Iterator[str]:
-    """Yield arguments of prlimit(1) for each process of a call."""
+    """Yield the arguments of prlimit(1) for each process of a call."""
     seconds = max(1, round(limits.cpu_s + 0.5))
-    # SIGXCPU at the first, which a program may ignore; SIGKILL at the second.
+    # At the first limit SIGXCPU, which a program may ignore; at the second SIGKILL.
     yield f"--cpu={seconds}:{seconds + 1}"
     yield f"--as={limits.memory_mib << 20}"
     yield f"--fsize={limits.scratch_mib << 20}"
@@ -194,19 +194,19 @@ def rlimits(limits: SandboxLimits, *, counts_processes: bool) -> Iterator[str]:
 
 @contextmanager
 def own_uid() -> Iterator[int | None]:
-    """Hold a user of this machine that no other open sandbox has, where we are root; else None.
+    """Hold a user id of this machine that no other open sandbox has, if this process is root's; else yield None.
 
-    An abstract socket named after it is the lock: the kernel frees it with the process that holds it.
+    The lock is an abstract socket named after the id: the kernel frees it when the process ends.
 
     Raises:
-        SandboxFailed: all are taken.
+        SandboxFailed: all ids are taken.
     """
     if os.geteuid() != 0:
         yield None
         return
     with socket.socket(socket.AF_UNIX) as lock:
         for place in range(UIDS):
-            # Each process begins somewhere else: all from one place would first meet those that are taken.
+            # Each process begins at a different id: otherwise all would first try the taken ones.
             uid = FIRST_UID + (os.getpid() * 7 + place) % UIDS
             try:
                 lock.bind(f"\0headway-sandbox-{uid}")
@@ -219,19 +219,19 @@ def own_uid() -> Iterator[int | None]:
 
 
 class BubblewrapCall(SandboxCall):
-    """One call in a sandbox of bubblewrap's making."""
+    """One call in a sandbox made by bubblewrap."""
 
     def __init__(self, limits: SandboxLimits, files: Mapping[str, bytes], found: Bubblewrap, refused: bytes) -> None:
-        """Prepare a call. ``found``: the programs that make the sandbox; ``refused``: the filter of system calls."""
+        """Prepare a call. ``found``: programs that make the sandbox; ``refused``: filter of system calls."""
         super().__init__(limits, files)
         self._found, self._refused = found, refused
         self._told = b""
         self._first: int | None = None
-        """Descriptor of the sandbox's first process, with which the kernel ends all others."""
+        """Descriptor of the sandbox's first process; when it is killed, the kernel kills all others."""
         self._root = ""
         self._door: socket.socket | None = None
-        """Here the first process says that it is there. It starts the program when it is told a line, and does not
-        where this process ends before."""
+        """Connection to the first process, which reports here that it is there. It starts the program when it gets a
+        line, and not if this process ends before."""
 
     def start(self, program: Sequence[str], stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         uid = held.enter_context(own_uid())
@@ -252,7 +252,7 @@ class BubblewrapCall(SandboxCall):
                 stdin=inside.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={},  # the sandbox's first process keeps the one that it is started with, for all in there to read
+                env={},  # the sandbox's first process keeps its environment, which all programs in there can read
                 cwd="/",
                 pass_fds=(told_here, refused, given, *files.values()),
             )
@@ -263,11 +263,11 @@ class BubblewrapCall(SandboxCall):
             if not select.select([self._status], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise SandboxFailed(f"bwrap did not say within {ENDS_S:g} s what it has started")
             if not self._hear():
-                return  # it has ended: `code` tells why
+                return  # it has ended: `code` tells the reason
         pid = json.loads(self._told.splitlines()[0])["child-pid"]
         self._root = f"/proc/{pid}/root"
         with suppress(OSError):
-            # Opened before it is checked: the id may be another's by then, the descriptor never is.
+            # Opened before it is checked: the id may be reused by then, the descriptor cannot.
             first = os.pidfd_open(pid)
             if _is_first(pid):
                 self._first = first
@@ -297,7 +297,7 @@ class BubblewrapCall(SandboxCall):
         return gone
 
     def code(self, returned: int, said: str) -> int:
-        # The exit code may have come with the end itself.
+        # The exit code may have arrived with the end itself.
         self._hear()
         for line in self._told.splitlines():
             if (code := json.loads(line).get("exit-code")) is not None:
@@ -305,9 +305,10 @@ class BubblewrapCall(SandboxCall):
         raise SandboxFailed(f"the sandbox could not be set up: {cut(' '.join(said.split()), 300) or returned}")
 
     def _let_go(self) -> None:
-        """Let the program start: from here on the sandbox ends with this process.
+        """Let the program start: from now on the sandbox ends with this process.
 
-        Not before the first process is there. Until then bwrap could end with this process, and what it began live on.
+        Not before the first process is there: until then bwrap could end with this process, and leave its child
+        running.
         """
         assert self._door is not None
         if not select.select([self._door], [], [], ENDS_S)[0]:
@@ -317,7 +318,7 @@ class BubblewrapCall(SandboxCall):
                 self._door.send(b"\n")
 
     def _hear(self) -> bool:
-        """Take what bwrap tells. Returns False if it has ended."""
+        """Read bwrap's messages. Returns False if bwrap has ended."""
         try:
             while chunk := os.read(self._status, CHUNK):
                 self._told += chunk
@@ -327,7 +328,7 @@ class BubblewrapCall(SandboxCall):
 
 
 def _is_first(pid: int) -> bool:
-    """Tell whether a process is the first one of a namespace, and not another one that has its number by now."""
+    """Tell whether a process is the first one of a namespace, and not another one that now has its id."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,10 +1,10 @@
-"""The interpreter of a sandbox: the files that it is made of, and a way to them for users who cannot reach them.
+"""Interpreter of a sandbox: its files, and access to them for users who cannot reach them.
 
-The interpreter may be installed to a home (``./configure --prefix=$HOME``), so that a sandbox never has the whole
-directory. It has the program, the standard library without the packages in it, and the shared libraries that these
+The interpreter may be installed in a home (``./configure --prefix=$HOME``), so a sandbox never gets the whole
+directory. It gets the program, the standard library without the packages in it, and the shared libraries that these
 load. Other users cannot enter some homes (root's, in most containers). For these, root makes a mount namespace once, in
-which the closed directory has nothing but the parts of the interpreter. Sandboxes are made within it. Nothing else on
-the machine sees a change.
+which the closed directory contains only the parts of the interpreter. Sandboxes are made within it. Nothing changes for
+the rest of the machine.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import IO
 from headway.errors import ConfigError, SandboxFailed, cut
 
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32")
-"""Directories that are in each sandbox anyway."""
+"""Directories that each sandbox has anyway."""
 ASKED_S = 30.0
-"""Seconds for the interpreter to tell its library, and for the loader to tell what it loads."""
+"""Limit in seconds for the interpreter to list its library, and for the loader to list its shared libraries."""
 ISOLATED = ("-I", "-S", "-B", "-X", "utf8")
-"""Options of the interpreter: no directory of the user's, no packages, UTF-8."""
+"""Options of the interpreter: no user directories, no packages, UTF-8."""
 ASK = "import json, sys; print(json.dumps(sys.path))"
-"""Program that tells where the standard library is: without packages the path has nothing else."""
+"""Program that prints the import path: without packages, this is the standard library."""
 PACKAGES = ("site-packages", "dist-packages")
 LOADED = re.compile(r"=> (/.*) \(0x[0-9a-f]+\)$", re.MULTILINE)
 
 
 def programs(*names: str, kind: str = "sandbox", packages: str = "util-linux") -> dict[str, str]:
-    """The paths of programs by their names. Raises `ConfigError` where one is missing, with the packages to install."""
+    """Return the paths of programs by name. Raises `ConfigError` if one is missing, with the packages to install."""
     found = {name: path for name in names if (path := shutil.which(name)) is not None}
     if missing := [name for name in names if name not in found]:
         raise ConfigError(f"{kind}: there is no {' and no '.join(missing)} here; install {packages}")
@@ -47,25 +47,25 @@ def programs(*names: str, kind: str = "sandbox", packages: str = "util-linux") -
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """The files of an interpreter that are not in /usr."""
+    """Files of an interpreter outside /usr."""
 
     parts: Mapping[Path, Path] = field(default_factory=dict)
     """Places in a sandbox → the files and directories there, links resolved."""
     hidden: tuple[Path, ...] = ()
-    """Directories in them that it has empty: installed packages."""
+    """Directories that are empty in the sandbox: installed packages."""
 
 
 def base_python() -> str:
-    """Return the path of the interpreter that this process's venv is made from, links resolved."""
+    """Return the path of the interpreter from which this process's venv is made, links resolved."""
     return str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
 
 
 @cache
 def interpreter(python: str) -> Interpreter:
-    """Find what the interpreter with the path ``python`` needs in a sandbox.
+    """Find the files that the interpreter with the path ``python`` needs in a sandbox.
 
     Raises:
-        ConfigError: it does not start without this process's environment, or its library is all of a home; says why.
+        ConfigError: it does not start without this process's environment, or its library is a whole home; says why.
     """
     if Path(python).is_relative_to("/usr"):
         return Interpreter()
@@ -91,7 +91,7 @@ def _is_in(path: Path, directories: Iterable[str | Path]) -> bool:
 
 
 def _said(command: list[str], python: str, *, strict: bool = True) -> str:
-    """Return standard output of a command without this process's environment. Raises `ConfigError` where it fails."""
+    """Return the output of a command without this process's environment. Raises `ConfigError` if it fails."""
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
     try:
         done = subprocess.run(
@@ -109,7 +109,7 @@ def _said(command: list[str], python: str, *, strict: bool = True) -> str:
 
 
 MADE_S = 30.0
-"""Seconds for the namespace to be made."""
+"""Limit in seconds for making the namespace."""
 ASIDE = "/sys"
 """Directory of the namespace in which the parts are kept while the closed directories are covered."""
 
@@ -127,11 +127,11 @@ def open_way_to(parts: Sequence[Path]) -> IO[bytes] | None:
         parts: files and directories of the interpreter.
 
     Returns:
-        None if all users reach all of them.
+        None if all users can reach all of them.
 
     Raises:
         ConfigError: a program is missing; says what to install.
-        SandboxFailed: it was refused; says why.
+        SandboxFailed: the namespace was refused; says why.
     """
     ways = {part: closed for part in parts if (closed := closed_way_to(part)) is not None}
     if not ways:
@@ -159,7 +159,7 @@ def open_way_to(parts: Sequence[Path]) -> IO[bytes] | None:
 
 
 def _steps(ways: dict[Path, Path]) -> list[str]:
-    """Return commands that leave nothing in the closed directories but the parts, and stay until their input ends."""
+    """Return commands that empty the closed directories except for the parts, and stay until their input ends."""
     aside = {part: Path(ASIDE, str(place)) for place, part in enumerate(ways)}
     steps = ["umask 022", f"mount -t tmpfs tmpfs {ASIDE}"]
     steps += [step for part, kept in aside.items() for step in _bound(part, kept, is_directory=part.is_dir())]

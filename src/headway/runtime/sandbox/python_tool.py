@@ -11,13 +11,13 @@ from headway.runtime.sandbox.sandbox import Sandbox
 from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxResult
 
 PYTHON = "python"
-"""Name of the tool in ``agent.tools``, and to the model."""
+"""Name of the tool in ``agent.tools``, and for the model."""
 MOST_SHOWN = 4000
-"""Maximum number of characters that the model is told."""
+"""Maximum number of characters that the model sees."""
 LAST_LINES = 12
-"""Lines at the end of a traceback that the model is told."""
+"""Number of lines at the end of a traceback that the model sees."""
 NO_FAMILY = os.strerror(errno.EAFNOSUPPORT)
-"""Error of a program that opens a socket of IPv4 or IPv6."""
+"""Error text of a program that opens a socket of IPv4 or IPv6."""
 CELL = "code.py"
 """Name of the code's file, in tracebacks."""
 AS_IN_A_SESSION = f"""
@@ -39,11 +39,11 @@ except BaseException as error:
     traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
     sys.exit(1)
 """
-"""Program that runs the code, and prints the value of its last expression as a session does."""
+"""Program that runs the code, and prints the value of its last expression as an interactive session does."""
 
 
 def python_tool(sandbox: Sandbox, limits: SandboxLimits) -> Callable[[str], Awaitable[str]]:
-    """Return the tool's function. Its docstring is what the model reads."""
+    """Return the tool's function. The model reads its docstring."""
 
     async def python(code: str) -> str:
         """Run Python code in a fresh interpreter. Returns what it prints, and the value of its last expression.

@@ -68,7 +68,7 @@ class Sandbox:
             programs("prlimit", kind="sandbox=process_limits")
 
     def probe(self) -> None:
-        """Run two programs as a check: one of one line, and one that a limit measured from outside must end.
+        """Check by two programs: one of one line, and one that must be ended by a limit measured from outside.
 
         Raises:
             ConfigError: a program does not run here, or its resources cannot be measured; the message says what to
@@ -104,16 +104,16 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
-        """Run a program to its end. Cancelling this ends the program, and waits until nothing of it is left.
+        """Run a program to its end. Cancelling this ends the program, and waits until all of it has ended.
 
         Args:
-            program: Python code, or a program with its arguments, as the sandbox has them: absolute paths of /usr.
+            program: Python code, or a program with its arguments, with paths of the sandbox: absolute ones in /usr.
             stdin: its standard input.
             files: plain names in its working directory → contents.
             limits: the call's limits; None for the sandbox's own.
 
         Raises:
-            SandboxFailed: the call could not be made, whatever the program was.
+            SandboxFailed: the sandbox itself failed, whatever the program.
         """
         call, arguments = self._call(program, files or {}, limits or self._spec.limits)
         work = _threads(os.getpid()).submit(call.run, arguments, _encoded(stdin))
@@ -122,7 +122,7 @@ class Sandbox:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             call.stop()
-            # Stopped before it is cancelled: one that begins in between ends at once.
+            # Stopped before it is cancelled: a call that begins in between ends at once.
             if not work.cancel():  # it has begun
                 await asyncio.wait([running])
                 running.exception()  # seen: what matters is that it is over
@@ -136,7 +136,7 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
-        """`run`, for code without an event loop."""
+        """Do the same as `run`, for code without an event loop."""
         call, arguments = self._call(program, files or {}, limits or self._spec.limits)
         return call.run(arguments, _encoded(stdin))
 
@@ -159,7 +159,7 @@ class Sandbox:
 
 
 CODE = "main.py"
-"""Name of the file that Python code is run from."""
+"""Name of the file from which Python code is run."""
 
 
 @lru_cache(maxsize=1)
@@ -176,7 +176,7 @@ TELLS = (
     "sandbox=process_limits: what the model writes runs as this user, without a sandbox. It can read this user's "
     "files, reach the network, and signal this user's processes; only its time, memory and output are bounded"
 )
-"""What the user of `process_limits` is told at the start."""
+"""Message to the user of `process_limits` at the start."""
 PAUSE_S = 0.005
 
 
@@ -203,7 +203,7 @@ class ProcessLimitsCall(SandboxCall):
             stderr=subprocess.PIPE,
             env={"PATH": "/usr/bin:/bin", "HOME": here, "TMPDIR": here, "LANG": "C.UTF-8"},
             cwd=here,
-            # By their session all processes of the call are found, also those that leave its process group.
+            # The session finds all processes of the call, also those that left its process group.
             start_new_session=True,
         )
         self._session = process.pid
@@ -219,7 +219,7 @@ class ProcessLimitsCall(SandboxCall):
             return True
         until = time.monotonic() + ENDS_S
         while True:
-            # Again in each round: a process that forks faster than it is listed.
+            # Repeated in each round: a process may fork faster than it is listed.
             with suppress(ProcessLookupError):
                 os.killpg(self._session, signal.SIGKILL)
             left = [one for one in self._members() if not one.is_zombie]

@@ -26,7 +26,7 @@ from headway.errors import SandboxFailed
 Limit = Literal["wall", "cpu", "memory", "processes", "output", "scratch"]
 """A limit that ended a call: ``wall_s``, ``cpu_s``, ``memory_mib``, ``processes``, ``output_kib``, ``scratch_mib``."""
 MOST_FILES = 20_000
-"""Files and directories that a call may have in the scratch space: removing more would hold up its end."""
+"""Maximum number of files and directories in a call's scratch space: removing more would delay its end."""
 Kind = Literal["bubblewrap", "process_limits"]
 
 
@@ -35,17 +35,17 @@ class SandboxLimits:
     """Limits of one call, over all of its processes together."""
 
     wall_s: float = 10.0
-    """Seconds from start to end."""
+    """Seconds of wall-clock time."""
     cpu_s: float = 10.0
-    """Seconds of processors."""
+    """Seconds of processor time."""
     memory_mib: int = 512
     """Memory in MiB, files in the scratch space included."""
     processes: int = 32
-    """Processes and threads at once."""
+    """Number of simultaneous processes and threads."""
     output_kib: int = 64
-    """Standard output and standard error together, in KiB."""
+    """KiB of standard output and standard error together."""
     scratch_mib: int = 64
-    """Files in the scratch space, in MiB."""
+    """MiB of files in the scratch space."""
 
     def said(self, limit: Limit) -> str:
         """Say which limit ended a call: ``it took longer than 10 s``."""
@@ -61,7 +61,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """The sandbox of a run: its kind, and the limits of a call that names none. Pickles."""
+    """Sandbox of a run: its kind, and the default limits of a call. Pickles."""
 
     kind: Kind = "bubblewrap"
     limits: SandboxLimits = SandboxLimits()
@@ -69,14 +69,14 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """The outcome of one call."""
+    """Result of one call."""
 
     stdout: str
     stderr: str
     code: int
-    """The program's exit code; 128 + n where signal n ended it, as shells have it."""
+    """The program's exit code; 128 + n if signal n ended it, as in shells."""
     limit: Limit | None = None
-    """The limit that ended the call; None if it ended by itself."""
+    """Limit that ended the call; None if the program ended by itself."""
 
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -91,25 +91,25 @@ SPARE = 2
 
 @dataclass(frozen=True, slots=True)
 class ProcEntry:
-    """One process, as its directory in /proc tells."""
+    """One process, read from its directory in /proc."""
 
     place: str
     is_zombie: bool
     session: int
     threads: int
     seconds: float
-    """Seconds of processor time, those of children that it has waited for included."""
+    """Seconds of processor time, including that of reaped children."""
     resident: int
-    """Bytes in memory, those that it shares with others included."""
+    """Bytes in memory, including shared ones."""
 
     @property
     def pid(self) -> int:
-        """The process's number, where its /proc is mounted."""
+        """The process's id, in the namespace of the mounted /proc."""
         return int(self.place.rpartition("/")[2])
 
 
 def processes_in(proc: str) -> list[ProcEntry]:
-    """Return the processes of the mounted ``proc``; those that end meanwhile are left out."""
+    """Return the processes of the mounted ``proc``; processes that end meanwhile are left out."""
     found = []
     with suppress(OSError):
         for name in os.listdir(proc):  # noqa: PTH208  # many times a second
@@ -126,7 +126,7 @@ def _process(place: str) -> ProcEntry:
 
 
 def exceeded(processes: Iterable[ProcEntry], scratch: str, limits: SandboxLimits) -> Limit | None:
-    """Return the limit that a call's processes and scratch files have exceeded; or None."""
+    """Return the limit that a call's processes and scratch files have exceeded; None if there is none."""
     processes = list(processes)
     if sum(one.threads for one in processes) > limits.processes + SPARE:
         return "processes"
@@ -140,7 +140,7 @@ def exceeded(processes: Iterable[ProcEntry], scratch: str, limits: SandboxLimits
     if files + sum(one.resident for one in processes) <= most:
         return None
     # Forked processes share pages: only the exact figure counts, which takes longer. It must exceed the limit twice:
-    # when processes end during a reading, the shares of those read later grow, and the sum is too high.
+    # when processes end during a reading, the shares of later ones grow, and the sum is too high.
     return "memory" if all(files + sum(map(_exact, processes)) > most for _ in range(2)) else None
 
 
@@ -155,7 +155,7 @@ def _sockets(process: ProcEntry) -> int:
 
 
 def used_by_files(scratch: str) -> tuple[int, int]:
-    """Number of files in the file system ``scratch``, and the bytes of memory they take; 0 where it is not seen."""
+    """Return the number of files in the file system ``scratch``, and their bytes of memory; 0 if it is not visible."""
     try:
         info = os.statvfs(scratch)
     except OSError:
@@ -165,7 +165,7 @@ def used_by_files(scratch: str) -> tuple[int, int]:
 
 
 def used_by_directory(directory: Path) -> int:
-    """Return bytes of the files in ``directory``, as far as it can be read."""
+    """Return the bytes of the files in ``directory``, as far as it can be read."""
     total = 0
     for where, _, names in os.walk(directory):
         for name in names:
@@ -175,7 +175,7 @@ def used_by_directory(directory: Path) -> int:
 
 
 def _exact(process: ProcEntry) -> int:
-    """Return bytes in memory, of shared pages a process's share."""
+    """Return the process's bytes in memory, with only its share of shared pages."""
     with suppress(OSError, ValueError, StopIteration):
         lines = _text(f"{process.place}/smaps_rollup").splitlines()
         return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) << 10
@@ -190,7 +190,7 @@ def _text(path: str) -> str:
 LOOKS_S = 0.02
 """Seconds between two measurements of the processes' resource usage."""
 ENDS_S = 10.0
-"""Seconds for the kernel to end all processes of a call, whose memory is limited."""
+"""Limit in seconds for the kernel to end all processes of a call, whose memory is limited."""
 CHUNK = 1 << 16
 KILLED = 128 + signal.SIGKILL
 EVENTS = select.POLLIN | select.POLLHUP | select.POLLERR
@@ -198,20 +198,20 @@ SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_S
 
 
 def sealed(content: bytes, held: ExitStack) -> int:
-    """Descriptor, at its beginning, of a sealed file in memory that holds ``content``."""
+    """Return the descriptor, at position 0, of a sealed file in memory with ``content``."""
     file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     held.callback(os.close, file)
     view = memoryview(content)
     while view:
         view = view[os.write(file, view) :]
-    os.lseek(file, 0, os.SEEK_SET)  # whoever inherits the descriptor reads from where it stands
-    # Sealed last: a sealed file takes no more writing, from the call's processes either.
+    os.lseek(file, 0, os.SEEK_SET)  # a process that inherits the descriptor reads from its position
+    # Sealed last: a sealed file refuses all writes, also by the call's processes.
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
     return file
 
 
 class SandboxCall:
-    """One call: `run` in any thread, `stop` from any other. Subclasses say how its program is started and ended."""
+    """One call: `run` in any thread, `stop` from any other. Subclasses define how its program is started and ended."""
 
     def __init__(self, limits: SandboxLimits, files: Mapping[str, bytes]) -> None:
         """Prepare a call. ``files``: names in the scratch space → contents."""
@@ -221,14 +221,14 @@ class SandboxCall:
         self._printed = 0
 
     def start(self, program: Sequence[str], stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
-        """Start ``program``; what it needs until its end is entered into ``held``. Raises `OSError`."""
+        """Start ``program``; ``held`` gets the resources that it needs until its end. Raises `OSError`."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Wait until the surroundings are there, and have the program begin; here it has begun already.
+        """Wait until the sandbox is ready, and let the program begin. Here it has begun already.
 
         Raises:
-            SandboxFailed: they are not there in time.
+            SandboxFailed: the sandbox is not ready in time.
         """
 
     def exceeded(self) -> Limit | None:
@@ -239,25 +239,25 @@ class SandboxCall:
         """End all remaining processes of the call, and wait until they are gone.
 
         Returns:
-            False if some are left after `ENDS_S`: their work keeps the kernel busy.
+            False if some are left after `ENDS_S`, since the kernel is busy with them.
         """
         raise NotImplementedError
 
     def code(self, returned: int, said: str) -> int:
-        """Return the program's exit code, from what the first process ``returned``. Raises `SandboxFailed` where no
-        program was started; ``said`` is its standard error.
+        """Return the program's exit code, from the result ``returned`` by the first process. Raises `SandboxFailed` if
+        no program was started; ``said`` is the standard error.
         """
         return returned if returned >= 0 else 128 - returned
 
     def stop(self) -> None:
-        """End the call, now or when it begins, as if its program had been killed."""
+        """End the call, now or when it begins, as if its program were killed."""
         self._stopped.set()
 
     def run(self, program: Sequence[str], stdin: bytes) -> SandboxResult:
         """Run ``program`` to its end, and return its result.
 
         Raises:
-            SandboxFailed: the surroundings could not be made.
+            SandboxFailed: the sandbox could not be made.
         """
         if self._stopped.is_set():
             return SandboxResult("", "", KILLED)
@@ -267,7 +267,7 @@ class SandboxCall:
                 process = self.start(program, stdin, held)
             except OSError as cause:
                 raise SandboxFailed(f"a call in the sandbox could not be started: {cause}") from cause
-            # They run in reverse: all of the call ends, then its first process is killed, then reaped.
+            # They run in reverse: all of the call's processes end, then the first one is killed and reaped.
             held.callback(process.wait, ENDS_S)
             held.callback(process.kill)
             held.callback(self.end)  # runs first, whatever happens
@@ -277,11 +277,11 @@ class SandboxCall:
             outputs = process.stdout.fileno(), process.stderr.fileno()
             self._texts = {output: bytearray() for output in outputs}
             for output in outputs:
-                # A process that lives on may hold the pipe: a read must never wait for its end.
+                # A surviving process may hold the pipe: a read must never wait for its end.
                 os.set_blocking(output, False)
             self.begin()
             limit = self._watch(process, started)
-            # Before the output is read to its end: what the call left behind would keep writing.
+            # Before the rest of the output is read: leftover processes would keep writing.
             if not self.end():
                 process.kill()  # it would wait for them, too
                 limit = limit or "wall"  # of its own making: to fail would be a way out of a bad result
@@ -300,7 +300,7 @@ class SandboxCall:
             return SandboxResult(stdout, stderr, code, "cpu" if code == 128 + signal.SIGXCPU else None)
 
     def _watch(self, process: subprocess.Popen[bytes], started: float) -> Limit | None:
-        """Read output and keep limits until the first process has ended, or is to."""
+        """Read output and enforce limits until the first process has ended, or must end."""
         ended = os.pidfd_open(process.pid)
         poll = select.poll()
         for descriptor in (*self._texts, ended):
@@ -317,7 +317,7 @@ class SandboxCall:
                     if (limit := self.exceeded()) is not None:
                         return limit
                 wait = min(left, max(0.0, last_look + LOOKS_S - now))
-                # Rounded up: poll takes whole milliseconds, and would return at once for the last one, over and over.
+                # Rounded up: poll takes whole milliseconds, and would return at once again and again in the last one.
                 for descriptor, _ in poll.poll(wait * 1000 + 1):
                     if descriptor == ended:
                         return None
@@ -330,7 +330,7 @@ class SandboxCall:
             os.close(ended)
 
     def _read(self, output: int) -> bool:
-        """Take what is there to read, up to a bound. Returns False at the end of the output."""
+        """Read available output, up to a bound. Returns False at the end of the output."""
         while self._over_output() is None:
             try:
                 chunk = os.read(output, CHUNK)
@@ -339,7 +339,7 @@ class SandboxCall:
             if not chunk:
                 return False
             left = (self._limits.output_kib << 10) - self._printed
-            # Counted in full, kept up to the limit: a program that prints for ever takes no memory of ours.
+            # All bytes count, but only those up to the limit are kept: endless output takes no memory here.
             self._texts[output] += chunk[: max(0, left)]
             self._printed += len(chunk)
         return True

@@ -1,8 +1,8 @@
 """System calls that the kernel refuses in the sandbox, as a filter for ``bwrap --seccomp``.
 
-Namespaces do not cover everything: memory that belongs to no process (memfd, System V, anonymous mappings that are
-shared, buffers of TCP), kernel interfaces with a
-history of holes (io_uring, BPF, keyrings), sockets of other worlds (vsock reaches a virtual machine's host).
+Namespaces do not cover everything: memory that belongs to no process (memfd, System V, shared anonymous mappings,
+buffers of TCP), kernel interfaces with a history of holes (io_uring, BPF, keyrings), other kinds of sockets (vsock
+reaches a virtual machine's host).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from headway.errors import ConfigError
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machines for which the filter is known → the kernel's number of each."""
+"""Machine for which the filter is known → its number in the kernel."""
 X32 = 0x40000000
 """First number of x86-64's other set of system calls."""
 REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # steering other processes, and taking what they hold; memory of the same call's is open in /proc all the same
+    # control of other processes, and access to their resources; memory of the same call's is open in /proc anyway
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -79,24 +79,24 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "acct": (163, 89),
     "vhangup": (153, 58),
 }
-"""Refused system calls → their numbers on x86-64 and aarch64; None if a machine lacks one."""
+"""Refused system call → its numbers on x86-64 and aarch64; None if a machine lacks it."""
 CLONE, CLONE3, SOCKET, PRCTL, IOCTL = (56, 220), (435, 435), (41, 198), (157, 167), (16, 29)
 MMAP, MADVISE, SETSOCKOPT = (9, 222), (28, 233), (54, 208)
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
-"""Flags of mmap that together make memory which is in no process's share once it drops the pages."""
+"""Flags of mmap that together make memory which counts for no process once its pages are dropped."""
 MADV_PAGEOUT = 21
-"""The advice by which memory leaves a process for swap, where it is not measured."""
+"""Advice of madvise that moves memory from a process to swap, where it is not measured."""
 SO_SNDBUF = 7
-"""The option by which a socket may hold more than is counted for it."""
+"""Socket option that lets a socket hold more memory than is counted for it."""
 NEW_NAMESPACES = 0x7E020000
-"""Flags of clone that make a namespace of any kind."""
+"""Flags of clone that make namespaces of any kind."""
 UNIX = 1
-"""The kind of sockets that may be made. Those of IPv4 and IPv6, loopback included, have buffers: memory that
-belongs to no process."""
+"""Family of the allowed sockets. Sockets of IPv4 and IPv6, loopback included, have buffers: memory that belongs to no
+process."""
 SET_PDEATHSIG = 1
-"""The prctl by which a process would outlive its parent again."""
+"""Operation of prctl by which a process would outlive its parent again."""
 TERMINAL_INPUT = (0x5412, 0x541C)
-"""The ioctls TIOCSTI and TIOCLINUX, which type on a terminal."""
+"""Operations TIOCSTI and TIOCLINUX of ioctl, which type on a terminal."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -104,14 +104,14 @@ _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
 """Offsets in the kernel's ``seccomp_data``; an argument has 8 bytes, its low half first on these machines."""
 
 Step = tuple[int, int, int, int]
-"""One step of the filter: operation, steps to skip where it holds, steps to skip where not, operand."""
+"""One step of the filter: operation, steps to skip if it is true, steps to skip if it is false, operand."""
 
 
 def seccomp_filter() -> bytes:
     """Return the filter for this machine, as an array of the kernel's ``sock_filter``.
 
     Raises:
-        ConfigError: a machine whose system calls are not known here.
+        ConfigError: the system calls of this kind of machine are not known here.
     """
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
@@ -124,10 +124,10 @@ def seccomp_filter() -> bytes:
 
 def _steps(machine: str) -> Iterator[Step]:
     which = list(AUDIT_ARCH).index(machine)
-    # The machine first: numbers mean other calls to 32-bit programs, which would pass the rest.
+    # The machine first: for 32-bit programs the numbers mean other calls, which would pass the rest.
     yield (_LOAD, 0, 0, _ARCH)
     yield (_EQUAL, 1, 0, AUDIT_ARCH[machine])
-    yield (_RETURN, 0, 0, _KILL)  # 32-bit calls, whose numbers are others
+    yield (_RETURN, 0, 0, _KILL)  # 32-bit calls, whose numbers differ
     yield (_LOAD, 0, 0, _NUMBER)
     if machine == "x86_64":
         yield (_AT_LEAST, 0, 1, X32)
@@ -137,7 +137,7 @@ def _steps(machine: str) -> Iterator[Step]:
             yield (_EQUAL, 0, 1, number)
             yield _refusal(errno.EPERM)
     yield (_EQUAL, 0, 1, CLONE3[which])
-    yield _refusal(errno.ENOSYS)  # its flags lie where a filter cannot read; libraries fall back to clone
+    yield _refusal(errno.ENOSYS)  # a filter cannot read its flags; libraries fall back to clone
     yield from _on_argument(CLONE[which], 0, [(_ANY_BIT, 0, 1, NEW_NAMESPACES), _refusal(errno.EPERM)])
     yield from _on_argument(PRCTL[which], 0, [(_EQUAL, 0, 1, SET_PDEATHSIG), _refusal(errno.EPERM)])
     shared = [(_ANY_BIT, 0, 2, MAP_ANONYMOUS), (_ANY_BIT, 0, 1, MAP_SHARED), _refusal(errno.EPERM)]
@@ -151,9 +151,9 @@ def _steps(machine: str) -> Iterator[Step]:
 
 
 def _on_argument(number: int, place: int, steps: list[Step]) -> Iterator[Step]:
-    """Yield steps for one argument of one system call; other calls, and those that pass, continue after them."""
+    """Yield the steps for one argument of one system call; other calls, and allowed ones, continue after them."""
     yield (_EQUAL, 0, len(steps) + 2, number)
-    # The low half alone: these arguments are ints, and the kernel ignores what is above.
+    # Only the low half: these arguments are ints, and the kernel ignores the high half.
     yield (_LOAD, 0, 0, _ARGUMENT + 8 * place)
     yield from steps
     yield (_LOAD, 0, 0, _NUMBER)

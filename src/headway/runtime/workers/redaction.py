@@ -1,4 +1,4 @@
-"""Secrets and user code: the environment variables of its processes, and the removal of secrets from texts.
+"""Secrets and user code: environment variables of its processes, and removal of secrets from texts.
 
 The texts are error messages, and the log of the workers' output.
 """
@@ -33,14 +33,14 @@ PREFIXES = (
 SECRET = re.compile(
     r"(?:^|_)(?:API|ACCESS)?(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIAL)S?(?:_|\d|$)", re.IGNORECASE
 )
-"""A name of a variable that holds a secret."""
+"""Pattern for the name of a variable that holds a secret."""
 SHORTEST_SECRET = 6
-"""Minimum characters of a value that counts as a secret because of its variable's name."""
+"""Minimum number of characters of a value that counts as a secret because of its variable's name."""
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environment`` that user code gets without being named: paths, language, proxies,
-    certificates, libraries' settings. None whose name is one of a secret.
+    """Return the variables of ``environment`` that user code gets without naming them: paths, language, proxies,
+    certificates, libraries' settings. Variables with names of secrets are left out.
     """
     return {
         name: value
@@ -50,7 +50,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield the values of ``environment`` that no log may show: those of secrets' names, and passwords in addresses."""
+    """Yield the values that no log may show: those of variables with names of secrets, and passwords in addresses."""
     for name, value in environment.items():
         if SECRET.search(name) and len(value) >= SHORTEST_SECRET:
             yield value
@@ -65,11 +65,11 @@ def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
 
 MASK = "***"
 SHORTEST = 3
-"""Minimum characters of a hidden value: shorter ones are not secrets, and occur everywhere."""
+"""Minimum number of characters of a hidden value: shorter ones are not secrets, and occur everywhere."""
 CHUNK = 1 << 16
 PIPE = 1 << 20
 MOST_BYTES = 128 << 20
-"""Maximum bytes of a log that are kept."""
+"""Maximum number of bytes of a log that are kept."""
 
 
 class Redaction:
@@ -82,19 +82,19 @@ class Redaction:
         self._encoded = [one.encode("utf-8", "surrogateescape") for one in self._values]
 
     def of(self, text: str) -> str:
-        """Return ``text`` with each of the values replaced by ``***``."""
+        """Return ``text`` with each value replaced by ``***``."""
         for value in self._values:
             text = text.replace(value, MASK)
         return text
 
     def of_bytes(self, data: bytes) -> bytes:
-        """Return ``data`` with each of the values replaced by ``***``."""
+        """Return ``data`` with each value replaced by ``***``."""
         for value in self._encoded:
             data = data.replace(value, MASK.encode())
         return data
 
     def begins_in(self, data: bytes) -> int:
-        """Return the position in ``data`` from which its end may be the beginning of a value; its length if none."""
+        """Return the position in ``data`` from which the rest may be the beginning of a value; its length if none."""
         longest = max(map(len, self._encoded), default=1) - 1
         for begin in range(max(0, len(data) - longest), len(data)):
             if any(value.startswith(data[begin:]) for value in self._encoded):
@@ -105,20 +105,20 @@ class Redaction:
 class RedactedLog:
     """A pipe, read on the running event loop, whose contents go to a file without the secrets in them.
 
-    A pipe, and not Python's streams, because C code and the processes that user code starts print, too. Of the file
-    about the last `MOST_BYTES` are kept, the older half of them in another one beside it.
+    A pipe, and not Python's streams: C code and child processes of user code print, too. About the last `MOST_BYTES` of
+    the file are kept, the older half of them in another file beside it.
     """
 
     def __init__(
         self, path: Path | None, redaction: Redaction, most_bytes: int = MOST_BYTES, *, begins: str = ""
     ) -> None:
-        """Append to the file ``path``, or write to this process's stderr. ``begins``: first line of a file."""
+        """Append to the file ``path``, or write to this process's stderr if None. ``begins``: first line of a file."""
         self._path, self._redaction, self._half = path, redaction, most_bytes // 2
         self._size = self._dropped = 0
         self._target = self._opened()
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
-        with suppress(OSError):  # so that who prints seldom waits for this process
+        with suppress(OSError):  # so that a process that prints rarely need not wait for this one
             fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, PIPE)
         self._held = b""
         self._loop = asyncio.get_running_loop()
@@ -128,10 +128,10 @@ class RedactedLog:
 
     def close(self) -> None:
         """Write what has arrived, and close the pipe."""
-        # The last words of a process that died are in the pipe: they say why.
+        # The last output of a process that died is in the pipe: it says why.
         while self._pass_on():
             pass
-        # Held back for a secret that never came to its end.
+        # Held back as the beginning of a secret, of which no more came.
         self._write(self._redaction.of_bytes(self._held))
         self._loop.remove_reader(self._reader)
         os.close(self._reader)
@@ -150,7 +150,7 @@ class RedactedLog:
         return target
 
     def _begin_anew(self, path: Path) -> None:
-        """Put the file aside, in the place of the one that was put aside before, and begin another."""
+        """Rename the file, in place of the one renamed before, and begin a new one."""
         older = path.with_name(f"{path.name}.1")
         with suppress(FileNotFoundError):
             self._dropped += older.stat().st_size
@@ -161,12 +161,12 @@ class RedactedLog:
         os.write(self._target, told.encode())
 
     def _pass_on(self) -> bool:
-        """Write one chunk, without an end that may be half a secret. Returns False if nothing had arrived."""
+        """Write one chunk, except an end that may be half a secret. Returns False if nothing had arrived."""
         try:
             data = os.read(self._reader, CHUNK)
         except BlockingIOError:
             return False
-        # Together: a secret may come in two reads.
+        # Joined: a secret may arrive in two reads.
         data = self._redaction.of_bytes(self._held + data)
         whole = self._redaction.begins_in(data)
         self._held = data[whole:]
@@ -174,7 +174,7 @@ class RedactedLog:
         return True
 
     def _write(self, data: bytes) -> None:
-        with suppress(OSError):  # a full disk costs the log, and no job
+        with suppress(OSError):  # a full disk costs the log, but no job
             if self._path is not None and self._size > 0 and self._size + len(data) > self._half:
                 self._begin_anew(self._path)
             self._size += len(data)

@@ -17,8 +17,8 @@ Frames over a socket:
     host   ─▶ fork server: FORK (with the new worker's socket) · REAP          fork server ─▶ host: FORKED · REAPED
 
 A frame's number is that of the job, or of the order to a fork server. Its detail is the number of an ask within its
-job; in a fork server's frames it is the process id, or how the process ended. Payloads are pickled apart from their
-frames: one that does not unpickle fails its own job alone.
+job; in a fork server's frames it is the process id, or how the process ended. Payloads are pickled separately from
+their frames: a payload that does not unpickle fails only its own job.
 
 Everything imported here is imported in each worker: keep it light.
 """
@@ -41,7 +41,7 @@ from headway.runtime.frames import HEADER, Frame
 from headway.runtime.workers.redaction import Redaction
 
 Ask = Callable[[Any], Awaitable[Any]]
-"""A function that sends the host a message that pickles, and returns what the host answers."""
+"""Function that sends the host a picklable message, and returns the host's answer."""
 
 
 class Hosted(Protocol):
@@ -51,11 +51,11 @@ class Hosted(Protocol):
         """Return a picklable description of the user's code, which the host gets at the start."""
 
     async def serve(self, job: Any, ask: Ask) -> Any:
-        """Do ``job`` and return its result, which pickles and unpickles without the user's modules.
+        """Do ``job`` and return its result. The result must pickle, and unpickle without the user's modules.
 
         With concurrent jobs in a process this runs on the process's event loop, and one job may have several open asks.
         With one job at a time there is no event loop, so that synchronous code may run its own: then this may await
-        only ``ask``. Global random generators are seeded here, by the job.
+        only ``ask``. The job seeds global random generators here.
 
         ``ask`` raises the `HeadwayError` that the host answers with. Exceptions of this call end the job, not the
         process: a `HeadwayError` as itself, any other as `UserCodeFailed` with its text.
@@ -85,20 +85,20 @@ async def closed(hosted: Hosted) -> None:
 
 
 def print_traceback() -> None:
-    """Print the exception that is being handled; user code may have closed what this process prints to."""
+    """Print the exception being handled; ignores that user code may have closed stderr."""
     with suppress(OSError, ValueError):
         traceback.print_exc()
 
 
 def closed_in_children(sock: socket.socket) -> socket.socket:
-    """Return ``sock``, the worker's connection, which is now closed in processes that user code forks as they begin.
+    """Return ``sock``, the worker's connection, which forked children of user code now close as they begin.
 
-    One that user code lets return would answer the host a second time: it ends when it is about to.
+    A child that user code lets return would answer the host a second time: it ends before it can.
     """
 
     def close() -> None:
         with suppress(OSError):  # the child of a child
-            # Not `sock.close()`, which closes nothing while the reader that `makefile` has made is open.
+            # Not `sock.close()`, which has no effect while the reader from `makefile` is open.
             os.close(sock.detach())
 
     os.register_at_fork(after_in_child=close)
@@ -107,23 +107,23 @@ def closed_in_children(sock: socket.socket) -> socket.socket:
 
 @contextmanager
 def killed_after(seconds: float) -> Iterator[None]:
-    """Let the kernel end this process when the block takes longer than ``seconds``.
+    """Let the kernel end this process if the block takes longer than ``seconds``.
 
-    The alarm's default action needs no interpreter: it also ends a call that never gives it back (a regular expression
-    that backtracks for ever). The host reads the signal from the exit status. A call that takes the alarm for itself is
-    left to the host's limit on the job.
+    The alarm's default action needs no interpreter: it also ends a call that never returns to it (a regular expression
+    that backtracks for ever). The host reads the signal from the exit status. If a call replaces the alarm, only the
+    host's limit on the job is left.
     """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # each time: user code may have set a handler of its own
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # each time: user code may have set its own handler
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        # Also after a failure: an alarm that is left over would kill the worker in its next job.
+        # Also after a failure: a leftover alarm would kill the worker in its next job.
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 MOST_SAID = 300
-"""Maximum characters of the message of an exception in user code."""
+"""Maximum number of characters of the message of an exception in user code."""
 
 
 FrameKind = IntEnum(
@@ -142,8 +142,8 @@ class BlockingChannel:
         self._reader = sock.makefile("rb")
 
     def send(self, frame: Frame) -> None:
-        """Send ``frame``. Raises `OSError` where the connection is gone."""
-        if self.sock.fileno() < 0:  # by `closed_in_children`: this is a child that user code has forked and let return
+        """Send ``frame``. Raises `OSError` if the connection is gone."""
+        if self.sock.fileno() < 0:  # by `closed_in_children`: this is a forked child that user code let return
             os._exit(0)
         self.sock.sendall(frame.packed())
 
@@ -154,16 +154,16 @@ class BlockingChannel:
             return None
         size, kind, number, detail = HEADER.unpack(header)
         payload = self._reader.read(size) if size else b""
-        # A short payload is the end of the connection, not a frame.
+        # A short payload means the end of the connection, not a frame.
         return Frame(kind, number, detail, payload) if len(payload) == size else None
 
 
 def pickled_error(error: BaseException, redaction: Redaction) -> bytes:
-    """Pickle the text of ``error``, and the class of Headway's that it is raised as on the other side.
+    """Pickle the text of ``error``, and Headway's class with which the other side raises it.
 
-    The exception itself does not travel: it may not survive pickling, or need modules that the other side lacks.
+    The exception itself is not sent: it may not survive pickling, or need modules that the other side lacks.
     """
-    # A user's subclass of our errors goes as the first class of ours: the host cannot import the user's.
+    # A user's subclass of Headway's errors is sent as Headway's class: the host cannot import the user's.
     for kind in type(error).__mro__:
         if issubclass(kind, HeadwayError) and kind.__module__.startswith("headway."):
             return pickle.dumps((kind, redaction.of(str(error))))
@@ -171,7 +171,7 @@ def pickled_error(error: BaseException, redaction: Redaction) -> bytes:
 
 
 def said_without_secrets(error: BaseException, redaction: Redaction) -> str:
-    """Describe ``error`` in one line. Secrets go before the text is cut: half a secret would not be found."""
+    """Describe ``error`` in one line. Secrets are removed before the text is cut: half a secret would not be found."""
     return cut(redaction.of(said_by(error, most=1 << 20)), MOST_SAID)
 
 

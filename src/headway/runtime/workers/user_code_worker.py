@@ -1,4 +1,4 @@
-"""The host's side of one worker: its process, which is started, connected and watched until it is gone, and its jobs.
+"""The host's side of one worker: starts, connects and watches its process until its end, and runs its jobs.
 
 ready ── begin ─▶ has jobs ── result, error ─▶ ready            a job that is left: cancelled, or the process killed
                       └── the process ends, is stopped, or its loop stands still ─▶ every job fails with `RunnerLost`
@@ -25,15 +25,15 @@ from headway.runtime.workers.user_code_boundary import FrameKind, raised, unpick
 from headway.runtime.workers.worker_main import BOOT, HELD_BACK, SHOWS_WHERE, WorkerStart
 
 SHOWN_S = 0.2
-"""Seconds for a process to print its threads' tracebacks."""
+"""Seconds that a process has to print its threads' tracebacks."""
 LOOK_S = 1.0
-"""Maximum seconds between two checks for a stopped process or a blocked event loop."""
+"""Maximum number of seconds between two checks for a stopped process or a blocked event loop."""
 CUT_S = 1.0
 """Seconds that a process may outlive its connection."""
 TOLD_S = END_S + 10.0
 """Limit in seconds for a fork server to fork a worker, or to kill an ended worker's leftovers and report its end."""
 WITH_FORK_SERVER = "the process that forked it"
-"""End of a worker whose fork server has ended: all of its workers end with it."""
+"""End of a worker whose fork server has ended: all workers of the fork server end with it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -57,11 +57,11 @@ class WorkerProcess:
         self._works_as = self.pid
         """Id of the process that runs the user's code: the guard's child, if there is a guard."""
         self._stopped_s = 0.0
-        """Seconds of successive checks that found it stopped."""
+        """Seconds over consecutive checks that found the process stopped."""
         self.loaded: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._ending: asyncio.Task[None] | None = None
-        # A process without a connection has a moment to end by itself, which tells more.
+        # A process without a connection gets a moment to end by itself: its exit code tells more.
         self.channel = FrameChannel(sock, self._receive, lambda: loop.call_later(CUT_S, self.kill))
         self._pidfd = os.pidfd_open(self.pid)
         self._ends_by = signal.SIGTERM if self.guarded else signal.SIGKILL
@@ -73,9 +73,10 @@ class WorkerProcess:
         return self._stopped_s > STOPPED_S
 
     def look(self, every_s: float) -> bool:
-        """Kill the process if it has been stopped for `STOPPED_S`. Returns whether it was. Call it ``every_s`` seconds.
+        """Kill the process if it has been stopped for `STOPPED_S`. Returns whether it did. Call it every ``every_s``
+        seconds.
 
-        Checks are counted, not time: a host that was itself suspended has checked once.
+        Checks are counted, not time: a host that was itself suspended has made only one check.
         """
         if not self.was_stopped:
             self._stopped_s = self._stopped_s + every_s if is_stopped(self._works_as) else 0.0
@@ -87,15 +88,15 @@ class WorkerProcess:
         """Kill the process. ``shown_first``: first let it print its tracebacks."""
         if self._ending is None:
             with suppress(ProcessLookupError):
-                # By descriptor: once the process was reaped, its id may be another one's.
+                # By descriptor: once the process was reaped, its id may be another process's.
                 signal.pidfd_send_signal(self._pidfd, SHOWS_WHERE if shown_first else self._ends_by)
-                signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)  # a guard that is stopped would end nothing
+                signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)  # a stopped guard would end nothing
             if shown_first:
-                # Later: the traceback that the signal asks for has to be in the log before the process is killed.
+                # Later: the traceback requested by the signal must be in the log before the process is killed.
                 asyncio.get_running_loop().call_later(SHOWN_S, self.kill)
 
     def leave(self, within_s: float) -> None:
-        """Let the process end by itself, by closing its connection. It is killed ``within_s`` seconds from now."""
+        """Let the process end by itself, by closing its connection. It is killed after ``within_s`` seconds."""
         if self.channel.is_open:
             self.channel.close()
             asyncio.get_running_loop().call_later(within_s, self.kill)
@@ -114,9 +115,9 @@ class WorkerProcess:
                 self.on_frame(frame)
 
     def _on_gone(self) -> None:
-        # Before it is closed: the loop would go on to watch whatever gets its number next.
+        # Before the descriptor is closed: the loop would go on to watch the next file with its number.
         asyncio.get_running_loop().remove_reader(self._pidfd)
-        self.channel.drain()  # what it said before it ended counts
+        self.channel.drain()  # messages sent before its end count
         self.channel.close()
         os.close(self._pidfd)
         self._ending = asyncio.create_task(self._find_out())
@@ -125,7 +126,7 @@ class WorkerProcess:
         end = await self.end_of(self.pid)
         if not self.loaded.done():
             self.loaded.set_exception(RunnerLost(f"ended with {end}", end=end, culprit=False))
-        self.loaded.exception()  # it is seen even where nobody waits for it any more
+        self.loaded.exception()  # retrieved even if nothing waits for it any more
         self.ended.set_result(end)
 
 
@@ -137,18 +138,18 @@ def spawn(
     on_frame: Callable[[Frame], object],
     note: StepNote | None = None,
 ) -> WorkerProcess:
-    """Start a new process for user code. Raises `OSError` where that fails.
+    """Start a new process for user code. Raises `OSError` if that fails.
 
-    ``environment``: its whole environment; ``output``: descriptor for its output; ``note``: file for the job of the
-    current step, or None.
+    ``environment``: its whole environment; ``output``: descriptor for its output; ``note``: file in which it notes the
+    job of the current step, or None.
     """
     here, there = socket.socketpair()
-    # Closed here once the process has it: while this side holds it, the connection has no end.
+    # Closed here once the process has it: while this side holds it, the connection cannot end.
     with there:
         passed = [there.fileno()] if note is None else [there.fileno(), note.descriptor]
         command = python_command(BOOT, name, *map(str, passed))
-        # The process never hears of a terminal, not even before it leaves its session. SIGTERM is not held back, so
-        # that one to the host's group ends what is just starting.
+        # Signals of a terminal never reach the process, not even before it leaves its session. SIGTERM is not held
+        # back: sent to the host's group, it ends a process that is just starting.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             popen = subprocess.Popen(
@@ -158,7 +159,7 @@ def spawn(
                 stderr=output,
                 env=environment,
                 pass_fds=passed,
-                # Ctrl-C goes to a terminal's group: the host decides when workers end.
+                # Ctrl-C reaches a terminal's whole group: the host decides when workers end.
                 start_new_session=True,
             )
         except OSError:
@@ -173,7 +174,7 @@ def spawn(
         return end_text(popen.wait())
 
     process = WorkerProcess(popen.pid, here, on_frame, end_of, guarded=True)
-    # On the channel, never as an argument: a command line shows secrets to all users of the machine.
+    # On the channel, never as an argument: all users of the machine can read command lines.
     process.channel.send(Frame(FrameKind.START, payload=pickle.dumps(start)))
     return process
 
@@ -182,7 +183,9 @@ class ForkServer:
     """A process that forks workers."""
 
     def __init__(self, start: Callable[[Callable[[Frame], object]], WorkerProcess]) -> None:
-        """Start the process by ``start``, which takes the callback for its frames. Raises `OSError` as that does."""
+        """Start the process by ``start``, which takes the callback for its frames. Raises `OSError` if ``start``
+        does.
+        """
         self.process = start(self._on_frame)
         self.lost = False
         """True once the fork server cannot fork any more."""
@@ -191,7 +194,7 @@ class ForkServer:
         self._last = 0
 
     async def fork(self, on_frame: Callable[[Frame], object]) -> WorkerProcess:
-        """Fork a worker. Raises `RunnerLost` if the fork server fails to; it is then ended."""
+        """Fork a worker. Raises `RunnerLost` if that fails; the fork server is then ended."""
         here, there = socket.socketpair()
         try:
             with there:
@@ -201,7 +204,7 @@ class ForkServer:
                 raise RunnerLost(f"could not be forked: {os.strerror(-pid)}", culprit=False)
             process = WorkerProcess(pid, here, on_frame, self._end_of)
         except OSError as cause:
-            here.close()  # a worker that was forked nevertheless ends at that
+            here.close()  # a worker that was forked nevertheless ends by this
             self.lost = True
             self.process.kill()
             raise RunnerLost(f"could not be forked: {cause}", culprit=False) from cause
@@ -225,7 +228,7 @@ class ForkServer:
                 self.process.channel.send(order)
             else:
                 self.process.channel.send_with(order, descriptor)
-            # With a limit: a fork server that is stopped neither answers nor ends.
+            # With a limit: a stopped fork server neither answers nor ends.
             waited: list[asyncio.Future[Any]] = [told, self.process.ended]
             await asyncio.wait(waited, timeout=TOLD_S, return_when=asyncio.FIRST_COMPLETED)
             if not told.done():
@@ -254,13 +257,13 @@ class StepNote:
         self._view = memoryview(self._memory).cast("Q")
 
     def close(self) -> None:
-        """Give the memory back. Nothing can be read any more."""
-        self._view.release()  # first: memory that has a view refuses to be closed
+        """Release the memory. Nothing can be read any more."""
+        self._view.release()  # first: memory with an open view cannot be closed
         self._memory.close()
 
     @property
     def whose(self) -> int:
-        """Number of the job of the current step; 0 if none or unknown."""
+        """Number of the current step's job; 0 if none or unknown."""
         return int(self._view[0])
 
     @property
@@ -315,15 +318,15 @@ class WorkerJob:
             self.result.set_result(result)
         else:
             self.result.set_exception(error)
-            self.result.exception()  # it is seen even where nobody waits for it any more
+            self.result.exception()  # retrieved even if nothing waits for it any more
 
 
 class UserCodeWorker:
     """A process that serves jobs."""
 
     def __init__(self, name: str, note: StepNote | None, on_room: Callable[[UserCodeWorker], object]) -> None:
-        """Make a worker without a process. ``note``: None if jobs share no event loop; then there is one job at a
-        time, and the process is killed to end it. ``on_room`` is called when the worker may take a further job.
+        """Make a worker without a process. ``note``: None if jobs share no event loop; then there is one job at a time,
+        and killing the process ends it. ``on_room`` is called when the worker may take a further job.
         """
         self.process: WorkerProcess
         self.dying = False
@@ -346,7 +349,7 @@ class UserCodeWorker:
 
     def begin(self, job: WorkerJob) -> None:
         """Send a job."""
-        # Before it is sent: an answer may come while this side is still sending.
+        # Before the job is sent: an answer may arrive while this side is still sending.
         self.jobs[job.number] = job
         job.worker = self
         self.process.channel.send(Frame(FrameKind.JOB, job.number, payload=job.payload))
@@ -361,21 +364,21 @@ class UserCodeWorker:
                 job.end(error=error)
 
     def leave(self, job: WorkerJob) -> None:
-        """End a job that has not ended by itself."""
+        """End a job before it ends by itself."""
         if self.jobs.pop(job.number, None) is None:
             return
-        # Before the process is killed: a job that was left is not one whose worker was lost.
+        # Before the process is killed: an abandoned job must not count as one whose worker was lost.
         job.end(error=RunnerLost("was left"))
         if self._note is None:
             self.kill()
         else:
             self._leaving.add(job.number)
-            # Without a limit a job that swallows its cancellation would keep its place in the worker for ever.
+            # Without a limit a job that swallows its cancellation would occupy the worker for ever.
             asyncio.get_running_loop().call_later(LEAVES_S, self._overstayed, job.number)
             self.process.channel.send(Frame(FrameKind.CANCEL, job.number))
 
     def _overstayed(self, number: int) -> None:
-        """End the process whose job still runs long after it was cancelled."""
+        """End the process of a job that still runs long after it was cancelled."""
         if number not in self._leaving or self.dying:
             return
         text = f"its {self._name} was lost: another job went on for {LEAVES_S:g} s after it was cancelled"
@@ -383,7 +386,7 @@ class UserCodeWorker:
         self.process.kill(shown_first=True)
 
     def kill(self) -> None:
-        """End the process. Its jobs fail when it is gone, unless they are ended before."""
+        """End the process. Its jobs fail when it has ended, unless they end before."""
         self.dying = True
         self.process.kill()
 
@@ -395,7 +398,7 @@ class UserCodeWorker:
             job.end(error=error_of(number))
 
     def on_frame(self, frame: Frame) -> None:
-        """Handle what the process says."""
+        """Handle a frame from the process."""
         self._heard = True
         job = self.jobs.get(frame.number)
         match frame.kind:
@@ -426,12 +429,12 @@ class UserCodeWorker:
             if job.on_ask is None:
                 raise RunError("there is nobody to ask for this job")
             answer = await job.on_ask(unpickled(ask.payload, "what was asked"))
-            # Pickled inside the try: an answer that does not pickle ends its own job alone.
+            # Pickled inside the try: an answer that does not pickle ends only its own job.
             reply = Frame(FrameKind.ANSWER, job.number, ask.detail, pickle.dumps(answer))
         except HeadwayError as error:
             reply = Frame(FrameKind.REFUSAL, job.number, ask.detail, pickle.dumps(error))
         except (Exception, asyncio.CancelledError) as error:
-            # A defect of the host's, which is no affair of the job's; unless the ask was withdrawn, or its job is over.
+            # A defect of the host, not of the job; unless the ask was withdrawn, or its job is over.
             if job.asks.pop(ask.detail, None) is not None:
                 job.end(error=error if isinstance(error, Exception) else RunError("an answer to the job was cancelled"))
             return
@@ -443,7 +446,7 @@ class UserCodeWorker:
 
     def on_end(self, end: str) -> None:
         """Fail the worker's jobs after its process has ended."""
-        # Read before the note is closed, and before the jobs are taken.
+        # Read before the note is closed, and before the jobs are removed.
         whose = self._note.whose if self._note is not None else 0
 
         def error_of(number: int) -> RunnerLost:
@@ -460,11 +463,11 @@ class UserCodeWorker:
 
     def look(self, every_s: float, stall_s: float | None) -> None:
         """Check a process with jobs for signs of life. End it after ``stall_s`` without one, or if it was stopped. Call
-        it every ``every_s`` seconds.
+        this every ``every_s`` seconds.
 
         Signs of life are any message, such as an answer to a ping, and steps of its loop: a loop with a thousand jobs
-        answers late. Checks are counted, not seconds, and arrived messages are read between two checks. So a host that
-        was itself suspended has checked once, and then finds the signs that came meanwhile.
+        answers late. Checks are counted, not seconds, and messages are read between two checks. So a host that was
+        itself suspended has made one check, and then finds the signs that arrived meanwhile.
         """
         self.dying |= bool(self.load) and self.process.look(every_s)
         if self._note is None or stall_s is None:
@@ -473,7 +476,7 @@ class UserCodeWorker:
         if self.dying or not self.load or self._heard or steps != self._steps:
             self._heard, self._silent_s, self._steps = False, 0.0, steps
             return
-        # One ping for all looks: more would queue up in a process that is held, and wake it for nothing later.
+        # Only one ping at a time: more would queue up in a stopped process, and wake it for nothing later.
         if self._silent_s == 0.0:
             self.process.channel.send(Frame(FrameKind.PING))
         self._silent_s += every_s

@@ -3,9 +3,9 @@
 Jobs served one at a time need no event loop, so that synchronous user code may run its own. Concurrent jobs share one,
 which notes the job of its current step in a file that the host reads.
 
-A fork server may have forked the process: one that has loaded the user's code once, so that the workers it forks have
-it loaded. It has one thread and no event loop, and runs no more of the user's code. It reaps an ended worker only when
-the host asks how that one ended: until then the system gives its process id to no other process.
+A fork server may have forked the process. A fork server loads the user's code once, so that its workers have it from
+the start. It has one thread and no event loop, and runs no more of the user's code. It reaps an ended worker only when
+the host asks how that one ended: until then the system does not reuse its process id.
 
 Everything imported here is imported in each worker: keep it light.
 """
@@ -51,7 +51,7 @@ from headway.runtime.workers.user_code_boundary import (
 )
 
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}
-"""Signals of a terminal, which are blocked while workers start."""
+"""Signals of a terminal, blocked while workers start."""
 SHOWS_WHERE = signal.SIGUSR2
 """Signal at which a worker prints its threads' tracebacks, even while C code holds the interpreter's lock."""
 BOOT = f"{GUARDED}from headway.runtime.workers.worker_main import main; main(*map(int, sys.argv[2:]))"
@@ -68,7 +68,7 @@ class WorkerStart:
     forks: bool
     """True for a fork server, which only forks workers."""
     alone: bool
-    """True: one job at a time, without an event loop."""
+    """True if jobs run one at a time, without an event loop."""
     secrets: tuple[str, ...]
     prints: bool
     """True if tracebacks of failures to load are printed."""
@@ -81,11 +81,11 @@ def main(descriptor: int, note: int = -1) -> None:
     """
     _leave_signals_to_the_host()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A print that its encoding lacks is no failure of user code; what is printed before a process is killed counts.
+        # A print with characters that its encoding lacks must not fail; output before a kill must not be lost.
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     with suppress(OSError, RuntimeError):  # stderr may be closed
         faulthandler.register(SHOWS_WHERE, all_threads=True)
-    # Else what user code starts would hold the connection open, and the host not see this process end.
+    # Otherwise child processes of user code would hold the connection open, and the host not see this process end.
     os.set_inheritable(descriptor, False)
     # Before user code is loaded: it may fork while it is imported.
     channel = BlockingChannel(closed_in_children(socket.socket(fileno=descriptor)))
@@ -110,7 +110,7 @@ def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) 
     """Load the user's code, and send the host its description, or the error."""
     try:
         spec: HostedSpec = pickle.loads(start.spec)
-        # What is described is pickled inside the try: it may hold what does not pickle.
+        # The description is pickled inside the try: it may not pickle.
         hosted = spec.load()
         told = Frame(FrameKind.LOADED, detail=os.getpid(), payload=pickle.dumps(hosted.describe()))
     except BaseException as error:
@@ -126,12 +126,12 @@ def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) 
 def _leave_signals_to_the_host() -> None:
     """Ignore SIGINT, and drop a SIGHUP that came during the start. This process leads a new session.
 
-    A SIGTERM to the host's group would have ended it before it left the group, which costs nothing: the host leaves at
-    that when it starts, and another worker takes the place of this one later.
+    A SIGTERM to the host's group would have ended it before it left the group. That does no harm: a host that is
+    starting ends by it, too, and otherwise another worker replaces this one.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)  # held back while the process started
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)  # blocked while the process started
     signal.signal(signal.SIGHUP, before)
 
 
@@ -140,7 +140,7 @@ def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) 
     while (frame := channel.receive()) is not None:
         try:
             ended = Frame(FrameKind.RESULT, frame.number, 0, pickle.dumps(_done(channel, hosted, frame)))
-        except BaseException as error:  # an interrupt, too: workers ignore Ctrl-C, so that user code raised it
+        except BaseException as error:  # also an interrupt: workers ignore Ctrl-C, so user code raised it
             if not isinstance(error, HeadwayError):
                 print_traceback()
             ended = Frame(FrameKind.ERROR, frame.number, 0, pickled_error(error, redaction))
@@ -164,7 +164,7 @@ def _done(channel: BlockingChannel, hosted: Hosted, frame: Frame) -> Any:
         coroutine.send(None)
     except StopIteration as stop:
         return stop.value
-    # Closed now: its finally blocks run before the next job begins, not whenever it is collected.
+    # Closed now: its finally blocks run before the next job begins, not at some later garbage collection.
     coroutine.close()
     raise UserCodeFailed(
         "synchronous code has awaited something; it runs without an event loop: make it async, or use asyncio.run"
@@ -186,12 +186,12 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
         print("the user's code started threads when it was imported; forked processes lack them", file=sys.stderr)
     fork_server = os.getpid()
     adopt_orphans()
-    kept = set(descendants(os.getpid()))  # workers, and what the user's code started when it was imported
+    kept = set(descendants(os.getpid()))  # workers, and processes that the user's code started when it was imported
     with suppress(OSError, ValueError):
-        sys.stdout.flush()  # else each worker would print it again
+        sys.stdout.flush()  # otherwise each worker would print it again
     # In this order: garbage that is frozen stays, and a collection in each worker would copy pages that all share.
     gc.collect()
-    gc.freeze()  # pages that the collector does not write to stay shared
+    gc.freeze()  # pages stay shared if the collector does not write to them
     sock.setblocking(True)
     while True:
         # From the socket, not by the channel: its buffered reader would read past a header, and lose the descriptor.
@@ -201,10 +201,10 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
             os._exit(0)
         _, kind, order, detail = HEADER.unpack(data)
         if kind == FrameKind.REAP:
-            # Only now: until it is reaped its id is no other process's, and the host may still signal it.
+            # Only now: until it is reaped its id is not reused, and the host may still signal it.
             end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
             kept.discard(detail)
-            if not kept.issuperset(children()):  # an ended worker's: a live one adopts what it started
+            if not kept.issuperset(children()):  # children of an ended worker: a live one adopts its own descendants
                 end_children(kept)
             sock.sendall(Frame(FrameKind.REAPED, order, end).packed())
             continue
@@ -219,7 +219,7 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
             # Again: children do not inherit this.
             adopt_orphans()
             return BlockingChannel(closed_in_children(socket.socket(fileno=descriptors[0])))
-        # The worker has it: held here, too, its connection would outlive the worker.
+        # The worker has it: if it were held here, too, the connection would outlive the worker.
         os.close(descriptors[0])
         kept.add(pid)
         sock.sendall(Frame(FrameKind.FORKED, order, pid).packed())
@@ -228,14 +228,14 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
 MOST_THREADS = 256
 """Maximum number of threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""
 LEAVES_S = 3.0
-"""Seconds for cancelled jobs to end at the process's end, before the user's code closes what they use."""
+"""Seconds at the process's end for cancelled jobs to end, before the user's code closes their resources."""
 NOBODY = 0
 _whose: ContextVar[int] = ContextVar("job", default=NOBODY)
-"""Number of the job that a task belongs to: tasks that user code starts inherit it."""
+"""Number of the job that a task belongs to. Tasks started by user code inherit it."""
 
 
 class TaskExited(Exception):
-    """Exception for a task that raised `SystemExit` or an interrupt, which would stop the event loop."""
+    """Error of a task that raised `SystemExit` or an interrupt, which would stop the event loop."""
 
 
 class _Shared:
@@ -253,9 +253,9 @@ class _Shared:
     async def serve(self, sock: socket.socket) -> None:
         """Serve jobs until the host closes the connection."""
         loop = asyncio.get_running_loop()
-        # Before any task: one made earlier would not tell whose steps it makes.
+        # Before any task: an earlier one would not note the job of its steps.
         loop.set_task_factory(self._task)
-        # asyncio's own has 32 threads at most: the episodes in them would hold up all others, which wait for a thread.
+        # asyncio's own has at most 32 threads: episodes in them would hold up all others that wait for a thread.
         loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="job"))
         ended = asyncio.Event()
         self._channel = FrameChannel(sock, self._on_frame, ended.set)
@@ -264,9 +264,10 @@ class _Shared:
             for job in self._jobs.values():
                 job.cancel()
             if self._jobs:
-                # Without a limit a job that swallowed its cancellation had this process killed, its environments open.
+                # Without a limit, a job that swallowed its cancellation got this process killed, with its environments
+                # open.
                 await asyncio.wait(self._jobs.values(), timeout=LEAVES_S)
-            # After the jobs: they use what this closes.
+            # After the jobs, which use these resources.
             await closed(self._hosted)
         finally:
             os._exit(0)  # threads that are still busy would keep the process alive
@@ -311,7 +312,7 @@ class _Shared:
             self._channel.send(job.result())
 
     async def _ask(self, number: int, message: Any) -> Any:
-        # Pickled first: a message that does not pickle fails here, with nothing half sent.
+        # Pickled first: a message that does not pickle fails here, before anything is sent.
         payload = pickle.dumps(message)
         if number not in self._jobs:
             raise RunError("the job that asks has ended")
@@ -342,11 +343,11 @@ class _Shared:
 
     @types.coroutine
     def _steps(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
-        """Step through ``coroutine``, and yield what it waits for to the task."""
+        """Step through ``coroutine``, and yield its awaited futures to the task."""
         note, pid = self._note, self._pid
         value, error = None, None
         while True:
-            # Set before each step, cleared after it: the host reads it once the loop stands still, or has ended.
+            # Set before each step, cleared after it: the host reads it when the loop is blocked, or has ended.
             note[0] = number
             note[1] += 1
             try:
@@ -357,7 +358,7 @@ class _Shared:
                 raise TaskExited(said_by(end)) from end
             finally:
                 note[0], error = NOBODY, None
-                # A child that user code has forked returns: it would make the steps of all other jobs, too.
+                # A forked child of user code returns: it would run the steps of all other jobs, too.
                 if os.getpid() != pid:
                     os._exit(0)
             value = None

@@ -4,7 +4,7 @@
                         │                                                                         └▶ error with its text
                         └ spawned, or forked from a fork server that has loaded the user's code
 
-A worker that ends is replaced. Its jobs fail with `RunnerLost`, and their callers decide what to do.
+A worker that ends is replaced. Its jobs fail with `RunnerLost`, which their callers handle.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from headway.runtime.workers.user_code_worker import (
 from headway.runtime.workers.worker_main import WorkerStart
 
 START_TIMEOUT_S = 120.0
-"""Limit in seconds for a process to start and to load the user's code, which has none of the run's models."""
+"""Limit in seconds for a process to start and to load the user's code, which loads no model of the run."""
 STOP_TIMEOUT_S = 2 * END_S + 10.0
-"""Seconds for processes that are killed to be gone: later than a fork server, and then its guard, give up."""
+"""Limit in seconds for killed processes to end: longer than the limits of a fork server and then its guard."""
 
 
 @dataclass(eq=False, repr=False)
@@ -57,21 +57,21 @@ class WorkerPool:
     _: KW_ONLY
     processes: int
     at_once: int | None
-    """Maximum number of concurrent jobs of a process; None: any number. With 1 there is no event loop in it, and an
-    abandoned job is killed with its process; otherwise jobs share an event loop."""
+    """Maximum number of concurrent jobs of a process; None: no limit. With 1 it has no event loop, and an abandoned job
+    is killed with its process; otherwise jobs share an event loop."""
     forked: bool = False
-    """Processes are forked from one that has loaded the user's code, and after a job that failed the next one gets a
-    new process; they take one job at a time. Otherwise each process loads the code itself."""
+    """True if processes are forked from one that has loaded the user's code. They take one job at a time, and after a
+    failed job the next one gets a new process. Otherwise each process loads the code itself."""
     stall_s: float | None = None
-    """Seconds after which a process is ended whose event loop stands still."""
+    """Seconds after which a process with a blocked event loop is ended; None: never."""
     log_path: Path | None
-    """The file that processes print to; None for this process's stderr."""
+    """File for the processes' output; None for this process's stderr."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables beside those that `passed_on` has of this process; their values are ``***`` in the log and
-    in errors, and so are this process's secrets in the log."""
+    """Environment variables in addition to those of `passed_on`. The log and errors show their values as ``***``; the
+    log does so with this process's secrets, too."""
     start_timeout_s: float = START_TIMEOUT_S
     close_s: float = 0.0
-    """Seconds that a process has, when these are closed, to close what its code holds."""
+    """Seconds that a process has for closing its code's resources when the pool is closed."""
 
     def __post_init__(self) -> None:
         if self.forked and self.at_once != 1:
@@ -92,16 +92,16 @@ class WorkerPool:
         self._closed = False
 
     async def start(self) -> Any:
-        """Have one process load the user's code, and return what it describes itself as.
+        """Let one process load the user's code, and return the code's description of itself.
 
-        Shared workers are then all started, so that jobs spread over them; others start meanwhile or when needed.
+        Shared workers are then all started, so that jobs spread over them; other workers start when they are needed.
 
         Raises:
             UserError: as the user's code raised it while it was loaded, or `UserCodeError` for anything else.
             WorkerDied: the process ended, or was not ready in time.
         """
         try:
-            # Shielded: cancelled halfway, a launch would leave a process that `close` does not know.
+            # Shielded: a launch cancelled halfway would leave a process that `close` does not know.
             described = await asyncio.shield(self._begin_launch())
             more = [] if self.forked else [self._begin_launch() for _ in range(self.processes - self._size)]
             if not self._alone and more:
@@ -121,16 +121,16 @@ class WorkerPool:
         timeout_s: float | None = None,
         on_begin: Callable[[], object] | None = None,
     ) -> Any:
-        """Do ``job`` in a worker and return its result. Jobs wait for room in the order in which they come.
+        """Do ``job`` in a worker and return its result. Jobs wait for a worker in the order in which they come.
 
-        Each ask of the job's is answered by awaiting ``on_ask``, whose `HeadwayError` the job gets in place of an
-        answer; any other exception of it ends the job and is raised here. ``on_begin`` is called when the job begins,
-        from when on it has ``timeout_s``. Cancelling this ends the job.
+        Each ask of the job is answered by awaiting ``on_ask``. If that raises a `HeadwayError`, the job gets it in
+        place of an answer; any other exception ends the job and is raised here. ``on_begin`` is called when the job
+        begins; ``timeout_s`` counts from then. Cancelling this ends the job.
 
         Raises:
-            HeadwayError: of the kind and with the text that `Hosted.serve` raised; `UserCodeFailed` for anything else.
+            HeadwayError: with the class and text that `Hosted.serve` raised; `UserCodeFailed` for anything else.
             RunnerLost: the process ended, or the job took longer than ``timeout_s``; or no process could be started.
-            UserError: the process that was started for it could not load the user's code.
+            UserError: the process started for it could not load the user's code.
         """
         if self._closed:
             raise RunnerLost(f"the {self.name} is closed", culprit=False)
@@ -141,19 +141,19 @@ class WorkerPool:
         try:
             return await result
         finally:
-            # Behind a result this does nothing; when the wait was cancelled it ends the job.
+            # After a result this does nothing; if the wait was cancelled it ends the job.
             if waiting.worker is not None:
                 waiting.worker.leave(waiting)
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
 
     async def close(self) -> None:
-        """End all processes, busy or not. Jobs that wait or run fail with `RunnerLost`. Processes that still read their
-        connection close what they hold before.
+        """End all processes, busy or not. Waiting and running jobs fail with `RunnerLost`. Processes that still read
+        their connection first close their resources.
 
-        Raises `WorkerDied` where a process is still there `STOP_TIMEOUT_S` after it was killed.
+        Raises `WorkerDied` if a process still exists `STOP_TIMEOUT_S` after it was killed.
         """
-        # First: a launch that ends while this waits must not add a worker, nor begin another launch.
+        # First: a launch that ends during this wait must not add a worker, nor begin another launch.
         self._closed = True
 
         def closed(_: int = 0) -> RunnerLost:
@@ -162,8 +162,8 @@ class WorkerPool:
         for job in self._waiting:
             job.end(error=closed())
         self._waiting.clear()
-        # Before their jobs are taken from them: `load` counts these.
-        # These are killed: a worker that computes does not see that its connection was closed.
+        # Before their jobs are removed: `load` counts these.
+        # These are killed: a computing worker does not see that its connection was closed.
         busy = {worker.process for worker in self._workers if worker.load and self._alone}
         for worker in self._workers:
             worker.lose(closed)
@@ -175,7 +175,7 @@ class WorkerPool:
         while self._alive or self._launches:
             for process in self._alive:
                 # The fork server ends last: its workers are its children, and die with it unreaped.
-                if process is not forking or len(self._alive) == 1:  # last: it tells how the others end
+                if process is not forking or len(self._alive) == 1:  # last: it reports the end of the others
                     if process in busy or not self.close_s or not process.loaded.done():
                         process.kill()
                     else:
@@ -195,10 +195,10 @@ class WorkerPool:
         return len(self._workers) + len(self._launches)
 
     def _give_room(self) -> None:
-        """Begin the jobs that there is room for, and start processes for those that wait."""
+        """Begin jobs on workers with room, and start processes for waiting jobs."""
         while self._waiting and (worker := self._free()) is not None:
             worker.begin(self._waiting.popleft())
-        # Not one launch for each job: those under way will take some.
+        # Not one launch per job: the launches under way will take some.
         while len(self._waiting) > len(self._launches) and self._size < self.processes:
             self._begin_launch()
         if self._looking is None:
@@ -215,7 +215,7 @@ class WorkerPool:
         self._give_room()
 
     def _look(self) -> None:
-        """Look for processes that are stopped or whose event loops stand still, and again as long as there are jobs."""
+        """Check for stopped processes and blocked event loops, repeatedly as long as there are jobs."""
         self._looking = None
         if self._fork_server is not None:
             self._fork_server.process.look(self._look_s)
@@ -238,7 +238,7 @@ class WorkerPool:
         if launch.cancelled():  # the event loop ends
             return
         error = launch.exception()
-        if isinstance(error, RunnerLost):  # the next one may fare better
+        if isinstance(error, RunnerLost):  # the next one may succeed
             if self._waiting:
                 self._waiting.popleft().end(error=error)
         elif error is not None:  # user code that does not load will not load for the next job either
@@ -248,11 +248,11 @@ class WorkerPool:
             self._give_room()
 
     async def _start_one(self) -> Any:
-        """Add a worker. Returns what its code describes itself as.
+        """Add a worker. Returns the code's description of itself.
 
         Raises:
             UserError: the user's code does not load.
-            RunnerLost: the process did not come up.
+            RunnerLost: the process did not start.
         """
         note = None if self._alone else StepNote()
         worker = UserCodeWorker(self.name, note, self._on_room)
@@ -273,8 +273,8 @@ class WorkerPool:
         return described
 
     async def _fork(self, worker: UserCodeWorker) -> Any:
-        """Give ``worker`` a process that the fork server forks. Returns what the code describes itself as."""
-        for tries_left in (1, 0):  # a fork server that has ended costs no job; one that does not come up does
+        """Give ``worker`` a process forked by the fork server. Returns the code's description of itself."""
+        for tries_left in (1, 0):  # an ended fork server costs no job; one that does not start does
             if self._fork_server is None or self._fork_server.lost:
                 self._fork_server = ForkServer(self._spawn)
                 self._watch(self._fork_server.process)
@@ -306,7 +306,7 @@ class WorkerPool:
         self._alive.discard(process)
         if worker is None:
             return
-        # Before `on_end`, which takes the jobs.
+        # Before `on_end`, which removes the jobs.
         over_a_job = worker.dying or bool(worker.jobs)
         worker.on_end(ended.result())
         if self._closed or worker not in self._workers:
@@ -317,7 +317,7 @@ class WorkerPool:
         self._give_room()
 
     def _spawn(self, on_frame: Callable[[Frame], object], note: StepNote | None = None) -> WorkerProcess:
-        """Start a process; the first time, open what processes print to."""
+        """Start a process; the first call also opens the output for processes."""
         if self._log is None:
             redaction = Redaction([*self.env.values(), *secrets_of(os.environ)])
             self._log = RedactedLog(self.log_path, redaction, begins=f"{self.name} runs {self.spec.shown}")
