@@ -36,7 +36,7 @@ MOST_CUTS = 64
 
 @dataclass(eq=False, repr=False)
 class ChatRenderer:
-    """A tokenizer's chat template, and how it ends an assistant's turn.
+    """A tokenizer's chat template, with the text and tokens that end an assistant's turn.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or one that cannot render a question and its answer.

@@ -224,7 +224,7 @@ def _named(text: str, at: int, head: re.Pattern[str]) -> tuple[WrittenCall, int]
 
 
 def read_call(value: Any) -> WrittenCall:
-    """Return the call in a JSON value: a name, and arguments under either of their keys."""
+    """Return the call in a JSON value: a name, and arguments under one of their two keys."""
     if not isinstance(value, dict):
         return WrittenCall(problem=f"it is {shown(value, 40)}, expected an object with name and arguments")
     if isinstance(value.get("function"), dict):

@@ -125,7 +125,7 @@ def failing(doing: str) -> Iterator[None]:
 
 @contextmanager
 def beforehand() -> Iterator[None]:
-    """Turn failures of user code before the first episode into `UserCodeError`; `ProgramAway` stays."""
+    """Turn failures of user code before the first episode into `UserCodeError`; `ProgramAway` is raised unchanged."""
     try:
         yield
     except ProgramAway:

@@ -127,7 +127,7 @@ def _passes(sandbox: Sandbox, test: Test, answer: str, limits: SandboxLimits) ->
 
 
 def _told(sandbox: Sandbox, answer: str, job: dict[str, Any], limits: SandboxLimits) -> str | None:
-    """Run a job after the answer. Returns its output after the secret word; None if it does not get so far."""
+    """Run a job after the answer. Returns its output after the secret word; None without the word."""
     word = secrets.token_hex(16)
     files = {ANSWER: answer, JOB: json.dumps(job | {"word": word})}
     ran = sandbox.run_blocking(sandbox.python("-c", DRIVER), files=files, limits=limits)
