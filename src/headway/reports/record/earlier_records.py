@@ -1,4 +1,4 @@
-"""Records of earlier versions of Headway, brought into today's form when their run is opened.
+"""Upgrade of records of earlier versions of Headway, when their run is opened.
 
 events.jsonl ─┐                                             events/000000000123.jsonl, .parquet: events that came
               ├─▶ one file in the order of the run ─▶ events.jsonl          behind 123 lines of events.jsonl
@@ -24,19 +24,21 @@ from headway.reports.record.file_access import whole_lines
 
 
 def files_beside(events: Path) -> list[Path]:
-    """Return the files of frequent events, in order. One that was being turned into columns is there in both forms."""
+    """Return the files of frequent events, in order. A file whose conversion to columns was cut off is there in both
+    forms.
+    """
     return sorted(events.with_name("events").glob("*[0-9].[jp]*"))
 
 
 def is_earlier(events: Path) -> bool:
-    """Tell whether the record is of an earlier version, or its upgrade was killed."""
+    """Return True if the record is of an earlier version, or its upgrade was killed."""
     return events.with_name("events.old").is_dir() or bool(files_beside(events))
 
 
 def upgrade(events: Path) -> None:
-    """Merge the frequent events beside ``events.jsonl`` into it. A call that is killed is finished by the next one.
+    """Merge the frequent events beside ``events.jsonl`` into it. The next call finishes one that was killed.
 
-    No process may write the record. Raises `DataError` where a file is damaged, or nothing can be written.
+    No process may write to the record. Raises `DataError` if a file is damaged or cannot be written.
     """
     folder, merged_folder = events.with_name("events"), events.with_name("events.old")
     draft = events.with_suffix(".new")
@@ -49,10 +51,10 @@ def upgrade(events: Path) -> None:
                     file.writelines(_merged(events))
                     file.flush()
                     os.fsync(file.fileno())
-                folder.rename(merged_folder)  # from here on the draft is whole: the record is not merged a second time
-            if draft.is_file():  # else a call that was killed has done this
+                folder.rename(merged_folder)  # the draft is complete: the record is not merged a second time
+            if draft.is_file():  # otherwise a killed call has done this
                 draft.replace(events)
-            shutil.rmtree(merged_folder)  # last: while it is there nothing is merged again
+            shutil.rmtree(merged_folder)  # last: while it exists nothing is merged again
     except (OSError, ValueError, KeyError) as cause:
         raise DataError(
             f"{folder} has a part of the run's events, as earlier versions of Headway wrote. It could not be put into "
@@ -62,7 +64,7 @@ def upgrade(events: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Have only one process in the block: two that open a run at the same time would write one draft."""
+    """Admit one process at a time to the block: two that open a run at once would write the same draft."""
     held = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -75,7 +77,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _merged(events: Path) -> Iterator[bytes]:
     segments = dict.fromkeys(file.with_suffix("") for file in files_beside(events))
     dense = ((row["line"], _line(row)) for segment in segments for row in _rows(segment))
-    # Of one place the frequent events come first: their number is that of the lines before them.
+    # At equal places frequent events come first: their number counts the lines before them.
     return (line for _, line in merge(dense, enumerate(whole_lines(events)), key=itemgetter(0)))
 
 

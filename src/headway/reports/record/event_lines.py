@@ -17,11 +17,11 @@ from headway.events import Event
 REPAIR = "Take the file from a copy, or remove that line"
 OTHER_VERSION = "Read the run with the version that wrote it"
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {"keeper.lost": ("episode_worker.lost", {"keeper": "worker"})}
-"""Kind of event in records of older versions → its kind now, and its fields that have another name."""
+"""Kind of event in records of older versions -> current kind, and old -> current names of its fields."""
 
 
 def parse_event(line: bytes) -> Event:
-    """Return the event of one line. Raises `ValueError` for a line that holds none, and says what to do."""
+    """Return the event of one line. Raises `ValueError`, with advice, for a line without a valid event."""
     try:
         row = json.loads(line.decode())  # `loads` alone lets half a character of bytes pass
         kind, names = RENAMED.get(row["kind"], (row["kind"], {}))
@@ -33,14 +33,14 @@ def parse_event(line: bytes) -> Event:
 
 
 def line_prefixes(kinds: Collection[type[Event]]) -> tuple[bytes, ...]:
-    """Return the beginnings of lines that hold an event of one of ``kinds``, in records of any version."""
+    """Return the prefixes of lines with an event of one of ``kinds``, in records of any version."""
     now = {kind.kind for kind in kinds}
     names = (*now, *(old for old, (new, _) in RENAMED.items() if new in now))
     return tuple(f'{{"kind": "{kind}"'.encode() for kind in names)
 
 
 def _wrong_with(line: bytes) -> str:
-    """Return what is wrong with a line without a valid event, and what to do."""
+    """Return a message on the defect of a line without a valid event, with advice."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as cause:

@@ -3,9 +3,9 @@
     … version.reached (2) … version.reached (3) … killed │ run.resumed (2) … version.reached (3) …
                           └──────── undone ──────────────┘
 
-A resumed run goes on in the same file. Its *surviving history* is what led to its weights: all events but those between
-the boundary that it went back to and ``run.resumed``. Nothing is ever removed from the file. Places in it are byte
-offsets, so that a reader of the newest versions of a large run reads no others.
+A resumed run appends to the same file. Its *surviving history* has the events that led to its weights: all except those
+between the boundary to which it went back and ``run.resumed``. Nothing is ever removed from the file. Places in it are
+byte offsets, so that the newest versions of a large run can be read alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headway.reports.record.file_access import CHUNK, Tail
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
-"""Maximum bytes of lines that are kept while writing fails: minutes of a large run."""
+"""Maximum number of bytes of lines kept while writing fails: minutes of a large run."""
 DENSE = (
     events.TrajectoryFinished,
     events.StageChanged,
@@ -46,9 +46,9 @@ DENSE_PREFIXES = line_prefixes(DENSE)
 AT_ONCE = (events.VersionReached, events.RunResumed, events.RunFinished)
 """Events that are flushed when they happen: checkpoints, and readers of the file after a kill, rely on them."""
 AT_ONCE_LINE = re.compile(b"|".join(map(re.escape, line_prefixes(AT_ONCE))))
-"""Beginning of a line that holds one of these, which no text in JSON contains."""
+"""Prefix of a line with one of these events. No text within JSON contains it."""
 ALL = 1 << 62
-"""More bytes than any record has."""
+"""Number larger than the bytes of any record."""
 
 
 class JsonLines:
@@ -65,15 +65,15 @@ class JsonLines:
         report: Callable[[str], None],
         given_up: Callable[[], str] = lambda: "it stays incomplete",
     ) -> None:
-        """Open the file. ``given_up`` returns words for the user on what becomes of it after writing failed."""
+        """Open the file. ``given_up`` returns a text for the user on the file's fate after writing failed."""
         self._path = path
         self._report = report
         self._given_up = given_up
         self._file: int | None = None
         self._end: int | None = None
-        """Size of the file in bytes; None before it is opened, and after it was given up."""
+        """Size of the file in bytes; None before it is opened and after it was given up."""
         self._waiting = bytearray()
-        """Lines not written yet, after those that are being written."""
+        """Lines not written yet, without those being written."""
         self._ended = False
         self._refused: OSError | None = None
         self._flushed = time.monotonic()
@@ -86,7 +86,7 @@ class JsonLines:
 
     @property
     def failure(self) -> OSError | None:
-        """The error that keeps lines out of the file; None while it is whole."""
+        """Error that keeps lines out of the file; None while it is complete."""
         return None if self.whole else self._refused
 
     @property
@@ -111,20 +111,20 @@ class JsonLines:
             self._flush()
             try:
                 self._close_file()
-            except OSError as cause:  # some file systems say only now that there was no room
+            except OSError as cause:  # some file systems report a full disk only now
                 self._refused, self._end = cause, None
             if not self.whole:
                 self._give_up()
             self._ended = True
 
     def _flush(self) -> None:
-        # Before the write: a disk that hangs and refuses would else be asked again at every line.
+        # Before the write: otherwise a disk that hangs and refuses would be tried again at every line.
         self._flushed = time.monotonic()
         try:
             self._append()
         except OSError as cause:
             with suppress(OSError):
-                self._close_file()  # one that is opened anew may work again
+                self._close_file()  # a reopened file may work again
             if self._refused is None:
                 self._report(
                     f"cannot write {self._path}: {cause.strerror or cause}; trying again while the run goes on"
@@ -137,7 +137,7 @@ class JsonLines:
         if self._end is None:
             self._end = os.lseek(self._file, 0, os.SEEK_END)
         while self._waiting:
-            # At its place: an interrupt before the next line only has the same bytes written there again.
+            # Written at a fixed offset: after an interrupt before the next line the same bytes are written there again.
             written = os.pwrite(self._file, self._waiting, self._end)
             self._end += written
             del self._waiting[:written]
@@ -151,7 +151,7 @@ class JsonLines:
         self._report(f"cannot write {self._path}: {why}; {self._given_up()}")
 
     def _close_file(self) -> None:
-        # Forgotten first: also where closing fails the number is free, and may become that of another file.
+        # Forgotten first: the descriptor is free even if closing fails, and may be reused for another file.
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -163,7 +163,7 @@ class EventsFile:
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._reached = -1
         self.recorded_version = -1
-        """The newest version whose boundary, and all events before it, are in the file; -1 for none."""
+        """Newest version whose boundary, and all events before it, are in the file; -1 for none."""
         self._lines = JsonLines(path, report, self._without_the_rest)
 
     def on_event(self, event: Event) -> None:
@@ -196,7 +196,7 @@ _STRICT = json.JSONEncoder(default=_plain, allow_nan=False)
 
 
 def to_json_line(value: Any) -> str:
-    """``value`` as strict JSON on one line; numpy scalars and arrays, paths and fractions are spelled plainly."""
+    """Return ``value`` as strict JSON on one line. Numpy values, paths and fractions become plain values."""
     try:
         return _STRICT.encode(value)
     except (ValueError, TypeError):  # a number that is not finite, or a numpy number as a key
@@ -223,20 +223,20 @@ class SurvivingRecord:
     parts: list[tuple[int, int]] = field(default_factory=lambda: [(0, ALL)])
     """Ranges [from, to) of byte offsets, in order."""
     boundaries: dict[int, int] = field(default_factory=dict)
-    """Version → offset behind its `VersionReached` that survived."""
+    """Version -> offset after its surviving `VersionReached`."""
     resumed: int = 0
-    """Number of times that the run was resumed, undone ones included."""
+    """Number of resumes of the run, including undone ones."""
     ended: str | None = None
     """Status at the run's end; None if the record has none."""
     size: int = 0
-    """Number of bytes of the whole lines that were looked through."""
+    """Number of bytes of complete lines examined."""
 
     def survives(self, offset: int) -> bool:
-        """Tell whether the line that begins at ``offset`` survived."""
+        """Return True if the line that begins at ``offset`` survived."""
         return any(first <= offset < last for first, last in self.parts)
 
     def end_at(self, version: int) -> None:
-        """Undo what lies behind the boundary of ``version``."""
+        """Undo everything after the boundary of ``version``."""
         end = self.boundaries[version]
         self.parts = [(first, min(last, end)) for first, last in self.parts if first < end]
         self.boundaries = {reached: offset for reached, offset in self.boundaries.items() if offset <= end}
@@ -270,7 +270,7 @@ def _lines_at_once(path: Path, record: SurvivingRecord) -> Iterator[tuple[int, b
     """Yield the lines of `AT_ONCE` events, each with its offset, and count bytes in ``record``. Raises `OSError`."""
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
-            # To the end of a line: a prefix that lies in two chunks would not be found.
+            # Up to the end of a line: a prefix split over two chunks would not be found.
             chunk += file.readline()
             half = not chunk.endswith(b"\n")
             chunk = chunk[: chunk.rfind(b"\n") + 1]
@@ -278,7 +278,7 @@ def _lines_at_once(path: Path, record: SurvivingRecord) -> Iterator[tuple[int, b
             found = (line.start() for line in AT_ONCE_LINE.finditer(chunk))
             yield from ((record.size + at, chunk[at : chunk.index(b"\n", at) + 1]) for at in found)
             record.size += len(chunk)  # after the lines: it is where the chunk begins
-            if half:  # its writer may end the line meanwhile: what came then would be counted from a wrong place
+            if half:  # its writer may finish the line meanwhile, which would shift later offsets
                 return
 
 
@@ -305,14 +305,14 @@ class EventReader:
         kinds: Collection[type[Event]] | None = None,
         number: int | None = None,
     ) -> None:
-        """``record``: what survives, if that is known; ``after``: begin at this offset.
+        """Open the record. ``record``: its surviving parts, if known; ``after``: offset at which to begin.
 
-        ``kinds``: only events of these; ``number``: of dense events only those of that group. Others are not parsed.
-        Raises `DataError` where the file cannot be read.
+        ``kinds``: kinds of events to read, None for all; ``number``: group whose frequent events to read, None for all.
+        Other lines are not parsed. Raises `DataError` if the file cannot be read.
         """
         self._path = path
         self.at = after
-        """Offset of the event that was read last."""
+        """Offset of the event read last."""
         self.record = record or look_through(path)
         self._tail = Tail(path, after)
         self._prefixes = None if kinds is None else line_prefixes(kinds)
@@ -325,9 +325,9 @@ class EventReader:
         return self._tail.offset
 
     def read(self) -> Iterator[Event]:
-        """Yield the events that are there. A last line that was cut off (a run that was killed) is left out.
+        """Yield the events in the file. An incomplete last line (of a killed run) is left out.
 
-        Raises `DataError` for what is no event.
+        Raises `DataError` for a line that is no event.
         """
         before = -1
         while self.offset > before:
@@ -335,7 +335,7 @@ class EventReader:
             yield from self.read_on()
 
     def read_on(self) -> Iterator[Event]:
-        """Yield the next events that are there, a few MiB of them. Raises `Rewritten`, and `DataError` as `read`."""
+        """Yield the next events in the file, a few MiB of them. Raises `Rewritten`, and `DataError` as `read` does."""
         try:
             for at, line in self._tail.read():
                 if self.record.survives(at) and self._wanted(line):

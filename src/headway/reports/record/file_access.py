@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TextIO
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a disk that has no room left, for anybody or for this user."""
+"""Errors of a disk without room, for all users or for this one."""
 CHUNK = 4 * 2**20
-"""Number of bytes that are read at once, more where a line is longer."""
+"""Number of bytes read at once, more if a line is longer."""
 
 
 class Rewritten(Exception):
-    """Signal: the file is another one, or shorter, than the one that was read so far; it has to be read anew."""
+    """Signal that the file was replaced or shortened, and must be read again from its beginning."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """Reader of the whole lines of ``path``. A file that does not exist yet has none."""
+    """Reader of the complete lines of ``path``. A file that does not exist yet counts as empty."""
 
     path: Path
     offset: int = 0
@@ -33,9 +33,9 @@ class Tail:
     _identity: tuple[int, int] | None = None
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the next whole lines, one `CHUNK` of bytes of them, each with the offset at which it begins.
+        """Yield the next complete lines, up to a `CHUNK` of bytes, each with its offset.
 
-        Raises `Rewritten`, and `OSError` where the file cannot be read.
+        Raises `Rewritten`, and `OSError` if the file cannot be read.
         """
         try:
             file = self.path.open("rb")
@@ -46,7 +46,7 @@ class Tail:
         with file:
             found = os.fstat(file.fileno())
             identity = found.st_dev, found.st_ino
-            # The same size is no proof: a thinned or resumed file is another one under the name.
+            # Not by size: a thinned or resumed file is a different file under the same name.
             if self._identity not in (None, identity) or found.st_size < self.offset:
                 raise Rewritten(f"{self.path} was replaced while it was read")
             self._identity = identity
@@ -60,13 +60,13 @@ class Tail:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that have an end. Raises `OSError`."""
+    """Yield the complete lines of a file. Raises `OSError`."""
     with path.open("rb") as file:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
 def draft_of(path: Path) -> Path:
-    """Return the path of the file that is to take the place of ``path``."""
+    """Return the path of the draft that will replace ``path``."""
     return path.with_name(f"{path.name}.tmp")
 
 
@@ -80,20 +80,20 @@ def replace_file(path: Path, text: str) -> None:
 def whole_file(path: Path) -> Iterator[TextIO]:
     """Open a file to replace it atomically: readers see the old one or the new one, even after a crash.
 
-    Where the block fails the old one stays. Raises `OSError`.
+    If the block fails, the old file stays. Raises `OSError`.
     """
     path = path.resolve()  # a link stays one
     if path.exists() and not path.is_file():  # a terminal, a pipe
         with path.open("w", encoding="utf-8") as file:
             yield file
         return
-    # In the same folder: a rename from another file system is a copy, which readers see half of.
+    # In the same folder: a rename from another file system is a copy, of which readers may see half.
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with draft.open("x", encoding="utf-8") as file:
             yield file
             file.flush()
-            # Before the rename: after a power cut some file systems have the new name on an empty file.
+            # Before the rename: otherwise a power cut may leave an empty file under the new name.
             os.fsync(file.fileno())
         if path.exists():
             shutil.copymode(path, draft)

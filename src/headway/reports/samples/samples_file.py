@@ -3,11 +3,11 @@
     on_sample ─▶ line ─▶ line ─▶ … ─▶ more than `LIMIT` bytes: half of the groups, and of the validations, leave
                                       the file, and of those to come half are taken
 
-So a run of weeks has a file of bounded size, in which old versions have as many samples as new ones. Each line ends
-with ``thinned``, how often that was done; all lines of a file have the same. docs/samples.md has the rest.
+So a run of weeks has a file of bounded size, with as many samples of old versions as of new ones. Each line ends with
+``thinned``, the number of times that the file was thinned, which is the same on all lines. See docs/samples.md.
 
-Lines of a group are long, for they hold its tokens: `SampleIndex` keeps where they lie, and one is read when it is
-shown. A group or a validation that a resume undid is written again; its last line counts.
+A group's line is long, since it has its tokens: `SampleIndex` stores the offset, and the line is read when it is shown.
+A group or a validation undone by a resume is written again; its last line counts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from headway.reports.record.events_file import JsonLines
 from headway.reports.record.file_access import Tail, draft_of, whole_lines
 
 LIMIT = 64 * 2**20
-"""Bytes from which on the file is thinned."""
+"""Number of bytes above which the file is thinned."""
 ON_CLOCK = ("admitted", "generated", "rewarded", "settled", "started", "finished", "time")
-"""Names of the moments in a sample."""
+"""Names of the times in a sample."""
 HEAD = re.compile(rb'\{"(group|validation)": ?(-?\d+), ?"(?:version|problem)": ?(-?\d+)')
 """Beginning of a line: kind, the group's number or the validated version, and the group's version or the problem."""
 _END = re.compile(rb', "thinned": (\d+)\}\s*$')
@@ -51,7 +51,7 @@ Sample = Mapping[str, Any]
 
 
 def mean_of(episodes: Iterable[Sample], name: str) -> float | None:
-    """Return the mean of what the ``episodes`` of a sample have as ``name``, such as ``reward``; None without any."""
+    """Return the mean of the field ``name``, such as ``reward``, over ``episodes``; None if no episode has it."""
     values = [value for episode in episodes if (value := episode.get(name)) is not None]
     return round(fmean(values), 5) if values else None
 
@@ -66,7 +66,7 @@ class Thinning:
     every: int
     """Number of versions between two validations."""
     last: int | None = None
-    """The run's last version, whose validation stays; None where its length is not a number of groups."""
+    """The run's last version, whose validation stays; None if the run's length is not a number of groups."""
 
     @classmethod
     def of(cls, config: Config) -> Thinning:
@@ -83,10 +83,10 @@ class Thinning:
 
 
 class SamplesFile:
-    """Writes ``samples.jsonl``, with the care of every record: a disk that refuses ends no run."""
+    """Writer of ``samples.jsonl``. A failing disk does not end the run."""
 
     def __init__(self, path: Path, thinning: Thinning, report: Callable[[str], None], limit: int = LIMIT) -> None:
-        """Open the file, which may have samples. ``report`` gets what cannot be written, once."""
+        """Open the file, which may have samples. ``report`` is called once with a text if writing fails."""
         self._path = path
         self._thinning = thinning
         self._report = report
@@ -97,18 +97,18 @@ class SamplesFile:
         self._lines = JsonLines(path, report)
 
     def takes(self, sample: Sample) -> bool:
-        """Tell whether ``sample`` belongs into the file, as often as that was thinned."""
+        """Return True if ``sample`` belongs in the file, by the number of times that it was thinned."""
         what = "group" if "group" in sample else "validation"
         return self._thinning.keeps(what, sample[what], self.thinned)
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        """Write one sample that it takes. Where that makes the file too large, about half of its samples leave it."""
-        # At once: few lines come, and the next one, with which this one would be flushed, may be minutes away.
+        """Write a sample that `takes` accepts. If the file becomes too large, about half of its samples are removed."""
+        # Flushed at once: the next line may be minutes away.
         # ``thinned`` stays last, where `_END` finds it without parsing the tokens before it.
         self._lines.write({**sample, "thinned": self.thinned}, at_once=True)
-        # Once for each sample: what always stays, such as the first validation, may be more than the limit by itself.
+        # At most once per sample: lines that always stay, such as the first validation, may exceed the limit alone.
         if self._lines.whole and self._lines.size > self._limit and self._thin():
-            # Else a file that stays nearly full would be rewritten at each of the next samples.
+            # Otherwise a file that stays nearly full would be rewritten at each of the next samples.
             while self._lines.size > self._limit * 3 // 4:
                 self._limit *= 2
 
@@ -116,8 +116,8 @@ class SamplesFile:
         self._lines.close()
 
     def _thin(self) -> bool:
-        """Rewrite the file with about half of its samples. Returns whether that was possible."""
-        # First: lines that wait for the disk would go to the file that is replaced.
+        """Rewrite the file with about half of its samples. Returns True on success."""
+        # First: pending lines would go to the file that is replaced.
         self._lines.close()
         self.thinned += 1
         draft = draft_of(self._path)
@@ -142,7 +142,7 @@ class SamplesFile:
 
 
 def later(sample: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return ``sample`` with its moments moved to a clock that is ahead by so many seconds."""
+    """Return ``sample`` with its times moved to a clock that is ``seconds`` ahead."""
 
     def moved(value: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -158,11 +158,11 @@ def later(sample: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def write_surviving(path: Path, draft: Path, version: int, boundary: float, *, validated: bool = False) -> None:
-    """Write those samples of ``path`` to ``draft`` that belong to a run's history up to the boundary of ``version``,
-    which was at the time ``boundary``, or, with ``validated``, to that version's validation, which is then told at the
-    boundary. Lines that are no samples are left out.
+    """Write to ``draft`` the samples of ``path`` from a run's history up to the boundary of ``version``, at the time
+    ``boundary``. With ``validated``, that version's validation is included, with the boundary as its time. Lines that
+    are no samples are left out.
 
-    Raises `OSError` where that cannot be written.
+    Raises `OSError` if writing fails.
     """
     with draft.open("wb") as kept:
         for line in _lines_of(path):
@@ -177,11 +177,11 @@ def write_surviving(path: Path, draft: Path, version: int, boundary: float, *, v
 def read_samples(
     path: Path, *, what: str | None = None, number: int | None = None, damaged: list[int] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the samples in a file, in order; a last line that was cut off is left out.
+    """Yield the samples in a file, in order. An incomplete last line is left out.
 
-    ``what``: ``group`` or ``validation``, where only those are wanted. ``number``: of the one group that is; lines that
-    begin as those of others are not parsed. ``damaged``: list that gets the numbers, from 1, of lines that are no
-    samples, which are left out.
+    ``what``: ``group`` or ``validation`` for only these; None for both. ``number``: number of the only group wanted, so
+    that other groups' lines are not parsed. ``damaged``: list to which the numbers, from 1, of lines that are no
+    samples are added; these lines are left out.
 
     Raises `DataError` for a file that cannot be read, and without ``damaged`` also for a line that is no sample.
     """
@@ -201,20 +201,20 @@ def read_samples(
 
 
 def parsed(line: bytes) -> Any:
-    """Return the JSON of a line, with lone surrogates spelled, so that all of it can be written anywhere.
+    """Return the JSON value of a line, with lone surrogates escaped, so that it can be written as UTF-8.
 
-    Raises `ValueError` for what is no JSON, or no UTF-8.
+    Raises `ValueError` for a line that is not JSON or not UTF-8.
     """
     value = json.loads(line.decode())
-    # Only then: lone surrogates parse, and fail later, where the text is written as UTF-8.
+    # Only for such lines: lone surrogates parse, but fail later, when the text is written as UTF-8.
     if b"\\ud" in line.lower():
         value = json.loads(writable_json(json.dumps(value, ensure_ascii=False)))
     return value
 
 
 def _checked(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return ``sample`` if it has all keys. Raises `KeyError` for one that is missing, and what else is not as it
-    should be: `AttributeError`, `TypeError`.
+    """Return ``sample`` if it has all keys. Raises `KeyError` for a missing key, `AttributeError` or `TypeError` for a
+    value of a wrong type.
     """
     of_group = "group" in sample
     _has(sample, _OF_GROUP if of_group else _OF_VALIDATION)
@@ -237,7 +237,7 @@ def _survives(sample: Sample, version: int, boundary: float) -> bool:
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a file. Raises `DataError` where it cannot be read."""
+    """Yield the complete lines of a file. Raises `DataError` if it cannot be read."""
     try:
         yield from whole_lines(path)
     except OSError as cause:
@@ -245,7 +245,7 @@ def _lines_of(path: Path) -> Iterator[bytes]:
 
 
 def _thinned(path: Path) -> int:
-    """Return how often a file was thinned, by its last complete line; 0 without any."""
+    """Return the number of times that a file was thinned, by its last complete line; 0 without a line."""
     if not path.is_file():
         return 0
     last = b""
@@ -256,12 +256,12 @@ def _thinned(path: Path) -> int:
 
 
 ON_PAGE = 2 * 10**6
-"""Most bytes of samples in a page that is one file."""
+"""Largest size of the samples in a self-contained page, in bytes."""
 MOST_OF_ONE = ON_PAGE // 6
 MOST_VALIDATIONS = 2_000
 
 Key = tuple[int] | tuple[int, int]
-"""A group's number, or the version of a validation and the problem."""
+"""Number of a group, or version and problem of a validation."""
 
 
 @dataclass(slots=True)
@@ -274,9 +274,10 @@ class SampleIndex:
     validations: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Version and problem → offset and size of its line."""
     lines: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
-    """Version and problem → its line in a list: version, problem, source, mean reward and length. The newest alone."""
+    """Version and problem -> its entry in a list: version, problem, source, mean reward and length. Only the newest
+    entries."""
     damaged: int = 0
-    """Number of lines that were found to be no samples; a group's line is parsed when a page is made of it."""
+    """Number of lines found to be no samples. A group's line is checked only when it is shown."""
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -288,7 +289,7 @@ class SampleIndex:
         return self._tail.offset
 
     def read_on(self) -> int:
-        """Take up the lines that came, a few MiB of them; return how many. Raises `Rewritten` and `OSError`."""
+        """Index the new lines, a few MiB of them. Returns their number. Raises `Rewritten` and `OSError`."""
         count = 0
         for offset, line in self._tail.read():
             count += 1
@@ -304,7 +305,7 @@ class SampleIndex:
         return count
 
     def line(self, key: Key) -> bytes | None:
-        """Return the JSON of one sample; None where there is none. Raises `OSError` where it cannot be read."""
+        """Return the JSON of one sample; None if there is none. Raises `OSError` if it cannot be read."""
         at = self.groups.get(key[0]) if len(key) == 1 else self.validations.get(key)
         if at is None:
             return None
@@ -315,7 +316,7 @@ class SampleIndex:
 
 
 def _parsed(line: bytes) -> tuple[Key | None, list[Any]]:
-    """Return a sample's key, None for a line that is none; and a validation's line in a list."""
+    """Return a sample's key, None for a line that is no sample; and a validation's entry in a list."""
     if (found := HEAD.match(line)) and found[1] == b"group":  # most of them, without parsing their tokens
         return (int(found[2]),), []
     try:
@@ -328,7 +329,7 @@ def _parsed(line: bytes) -> tuple[Key | None, list[Any]]:
 
 
 def validation_line(sample: Sample) -> list[Any]:
-    """Return a held-out problem's line in a list: version, problem, source, mean reward and length."""
+    """Return a held-out problem's entry in a list: version, problem, source, mean reward and length."""
     episodes = sample["episodes"]
     means = mean_of(episodes, "reward"), mean_of(episodes, "length")
     return [int(sample["validation"]), int(sample["problem"]), str(sample.get("source", "")), *means]
@@ -345,8 +346,8 @@ def read_all(path: Path) -> SampleIndex:
 def for_page(index: SampleIndex, budget: int = ON_PAGE) -> list[dict[str, Any]]:
     """Samples that fit into ``budget`` bytes of JSON: the newest, the oldest, and evenly between them.
 
-    Groups and validations get half of the budget each, and what the other half leaves. In a large group only the first
-    episodes keep their tokens; ``left_out`` counts the others.
+    Groups and validations get half of the budget each, plus what the other half leaves. In a large group only the first
+    episodes keep their tokens; ``left_out`` counts the rest.
     """
     chosen, left = _fill(index, sorted(index.validations), budget // 2)
     groups, _ = _fill(index, [(number,) for number in sorted(index.groups)], budget - budget // 2 + left)
@@ -354,7 +355,7 @@ def for_page(index: SampleIndex, budget: int = ON_PAGE) -> list[dict[str, Any]]:
 
 
 def _fill(index: SampleIndex, keys: Sequence[Key], budget: int) -> tuple[list[dict[str, Any]], int]:
-    """Return samples of ``keys`` that fit, and how much of the budget is left."""
+    """Return the samples of ``keys`` that fit, and the rest of the budget in bytes."""
     found: list[dict[str, Any]] = []
     for place in spread(len(keys)):
         sample = _small(index.line(keys[place]))
@@ -373,7 +374,9 @@ def _fill(index: SampleIndex, keys: Sequence[Key], budget: int) -> tuple[list[di
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield each number below ``count`` once: the last, the first, then by halves, so that any beginning is spread."""
+    """Yield each number below ``count`` once: the last, the first, then by halves, so that any prefix is spread
+    evenly.
+    """
     seen: set[int] = set()
     parts = 1
     while len(seen) < count:

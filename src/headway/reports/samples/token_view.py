@@ -1,9 +1,8 @@
 """Tokens of a sample for the terminal: text in the colours of a scale, or a table with all numbers.
 
-A scale makes one of a few steps of each token's number, or name. Steps have fixed bounds where the unit has a meaning,
-so that two pictures can be compared. A step is told by its colour; without colours a token in a `loud` step has its
-number behind it, in brackets: ⟨token⟩-0.61. Where values are names, as versions are, brackets stand where another one
-begins.
+A scale maps each token's number, or name, to one of a few steps. Steps have fixed bounds if the unit has a meaning, so
+that two pictures can be compared. Each step has a colour. Without colours a token in a `loud` step is followed by its
+number: ⟨token⟩-0.61. If values are names, such as versions, brackets mark where the name changes.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ class ScaleStep:
     label: str
     style: str
     loud: bool = False
-    """True where a token of this step is marked if there are no colours."""
+    """True if a token of this step is marked when there are no colours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The steps that the values of tokens are in. ``names``: where values are names, not numbers."""
+    """Steps for the values of tokens. ``names``: True if values are names, not numbers."""
 
     title: str
     bounds: tuple[float, ...]
@@ -65,7 +64,7 @@ class Scale:
     names: tuple[Any, ...] = ()
 
     def step(self, value: Any) -> ScaleStep | None:
-        """Return the step of ``value``; None for a value that is missing or not finite."""
+        """Return the step of ``value``; None if it is missing or not finite."""
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return None
         if self.names:
@@ -74,9 +73,9 @@ class Scale:
 
 
 def values_of(color: Color, row: Row) -> list[Any]:
-    """Return what each of a row's tokens is coloured by, T of them; None where it has no such number.
+    """Return the value by which each of a row's T tokens is coloured; None for a token without such a value.
 
-    A token that the policy did not sample has none, but for its place in the mask.
+    A token that the policy did not sample has no value, except in the mask.
     """
     if color is Color.MASK:
         return [bool(one) for one in row["mask"]]
@@ -147,7 +146,7 @@ QUIET = "bright_black"
 
 
 def legend(scale: Scale, *, colors: bool) -> Text:
-    """Return one line that says what the colours, or the marks, mean."""
+    """Return one line that explains the colours or marks."""
     text = Text(f"{scale.title}: ", style=QUIET)
     for place, step in enumerate(step for step in scale.steps if colors or scale.names or step.loud):
         text.append("  " if place else "")
@@ -158,7 +157,7 @@ def legend(scale: Scale, *, colors: bool) -> Text:
 
 
 def token_text(row: Row, color: Color, scale: Scale, *, colors: bool) -> Text:
-    """Return a row's response as text in the colours of ``scale``; what was only read is dim."""
+    """Return a row's response as text in the colours of ``scale``; tokens that were only read are dim."""
     text, before = Text(), _NOTHING
     values, mask = values_of(color, row), row["mask"]
     gap_at = len(row["ids"]) // 2 if row["cut"] else None  # what was left out is from the middle
@@ -238,7 +237,7 @@ def figures(row: Row) -> str:
 
 
 def common_scale(color: Color, episodes: Sequence[Row]) -> Scale | None:
-    """Return one scale for all rows of ``episodes``; None where nothing of them was trained."""
+    """Return one scale for all rows of ``episodes``; None if none of them was trained on."""
     rows = [row for episode in episodes for row in episode["rows"]]
     return scale_of(color, rows) if rows else None
 

@@ -38,24 +38,24 @@ from headway.reports.timeline.timeline import (
 from headway.reports.timeline.worker_lanes import ENVIRONMENTS, REPLICAS, STAGES, TRAINER
 
 MAX_SPANS = 100_000
-"""Most spans that a page holds; of more, the shortest are merged first."""
+"""Largest number of spans in a page. Beyond it the shortest spans are merged first."""
 MAX_POINTS = 4_000
 """Most points that a page draws of a counter."""
 TIMED = (TRAINER, REPLICAS, ENVIRONMENTS, STAGES)
-"""Groups of lanes that cover every instant from their beginning to their end: what is not idle is busy."""
+"""Groups of lanes without gaps: any time that is not idle is busy."""
 IDLE = frozenset({SpanKind.IDLE, SpanKind.HALTED})
 
 
 def merged(lanes: Sequence[Lane], window: Span, most: int) -> tuple[tuple[Lane, ...], float]:
     """Lanes with at most ``most`` spans in all, and the seconds below which neighbours were merged (0 for none).
 
-    The limit cannot be kept where there are more lanes than that, or where no span is short.
+    The limit may be exceeded if there are more lanes than ``most``, or no short spans.
     """
     resolution, wall = 0.0, window[1] - window[0]
     result = tuple(lanes)
     while sum(len(lane.spans) for lane in result) > most and resolution < wall / 100:
         resolution = max(4 * resolution, wall / 1e6)
-        # From the given lanes each time: spans that were merged have lost the order of what is in them.
+        # From the given lanes each time: merged spans have lost the order of their parts.
         result = tuple(replace(lane, spans=tuple(merge_short(lane.spans, resolution))) for lane in lanes)
     return result, resolution
 
@@ -278,7 +278,7 @@ def filled(body: str, scripts: Sequence[str], *, title: str, data: Any, live: bo
 
 def policy(script: str, *, live: bool = False) -> str:
     """Return a page's Content-Security-Policy: this ``script`` alone; ``live``: it may ask where it came from."""
-    # Over every byte between the tags: with one line end more the browser runs nothing.
+    # The hash covers every byte between the tags: with one extra newline the browser runs nothing.
     digest = b64encode(sha256(script.encode()).digest()).decode()
     connect = " connect-src 'self';" if live else ""
     return (
@@ -292,7 +292,7 @@ def part(name: str) -> str:
 
 
 def cards(figures: dict[str, Any], window: Span, simulated: bool = False) -> Iterator[tuple[str, str, str]]:
-    """The figures that a reader wants to know first, each with its value and a remark.
+    """Yield the most important figures, each as name, value and remark.
 
     ``figures``: as in ``summary.json``; ``window``: first and last event.
     """
@@ -315,7 +315,7 @@ def cards(figures: dict[str, Any], window: Span, simulated: bool = False) -> Ite
 
 
 def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
-    """Remarks that a reader must know to read the page right."""
+    """Yield remarks that are needed to read the page correctly."""
     if timeline.simulated:
         yield (
             "This run was simulated from a profile of costs: nothing was generated or trained, all times are "

@@ -1,4 +1,4 @@
-"""Lanes: the work of one party over time, as spans, and the reasons of its idle time in between.
+"""Lanes: the work of one worker or stage over time, as spans, and the reasons for its idle time in between.
 
     work spans ──────────────┐
     claims, most telling first ┼─▶ lay_out() ─▶ spans of a lane: sorted, disjoint, without a gap
@@ -62,10 +62,10 @@ class SpanKind(Named):
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
-    """One interval of a lane: what was done, or why nothing was. Times are on the event clock.
+    """Interval of a lane: work, or idle time with its reason. Times are on the event clock.
 
-    ``label`` tells this span from others (which version, how many items). ``reason``, given for idle time only, is
-    worded the same each time, so that seconds can be added up by it.
+    ``label`` describes this span (its version, its number of items). ``reason``, for idle time only, has a fixed
+    wording, so that seconds can be summed by reason.
     """
 
     start: float
@@ -98,7 +98,7 @@ class Lane:
         return sum(max(min(span.end, window[1]) - max(span.start, window[0]), 0.0) for span in self.spans)
 
     def idle_by_reason(self, window: Span) -> dict[str, float]:
-        """Seconds of ``window`` in which nothing was done, by reason."""
+        """Return reason -> idle seconds within ``window``."""
         totals: dict[str, float] = {}
         for span in self.spans:
             seconds = min(span.end, window[1]) - max(span.start, window[0])
@@ -117,9 +117,9 @@ def idle(span: Span, reason: str, label: str | None = None, kind: SpanKind = Spa
 
 
 def lay_out(work: Iterable[LaneSpan], claims: Sequence[Iterable[LaneSpan]], life: Span) -> tuple[LaneSpan, ...]:
-    """A lane's spans: ``work``, and around it idle time by the first of ``claims`` that covers it.
+    """Return a lane's spans: ``work``, and idle time with the reason of the first of ``claims`` that covers it.
 
-    Together they tile ``life`` exactly; where no claim covers idle time, nothing was reported.
+    The spans tile ``life`` exactly. Idle time without a claim gets the reason that nothing was reported.
     """
     placed: list[LaneSpan] = []
     free = complement([], life)
@@ -163,7 +163,7 @@ def side_by_side(group: str, name: str, spans: Iterable[LaneSpan]) -> list[Lane]
 
 
 def clipped(spans: Iterable[LaneSpan], free: Sequence[Span]) -> list[LaneSpan]:
-    """The parts of ``spans`` that lie in ``free``, a union; where two overlap the one that starts first goes first."""
+    """Return the parts of ``spans`` within ``free``, a union. Of two that overlap, the earlier one keeps its time."""
     fitting: list[LaneSpan] = []
     reached = float("-inf")
     first = 0
@@ -204,7 +204,7 @@ class Counter:
 
 @dataclass(slots=True)
 class Overlapping:
-    """Spans of which many overlap: how many there are at each instant."""
+    """Accumulates overlapping spans, and counts them at each instant."""
 
     _starts: array[float] = field(default_factory=lambda: array("d"))
     _ends: array[float] = field(default_factory=lambda: array("d"))
@@ -217,7 +217,7 @@ class Overlapping:
         return bool(self._starts)
 
     def stretches(self) -> list[tuple[Span, int]]:
-        """The union of the spans, each of its intervals with the most spans that overlap in it."""
+        """Return the intervals of the spans' union, each with the largest number of spans that overlap in it."""
         found: list[tuple[Span, int]] = []
         since, most = 0.0, 0
         for time, level in zip(*self.levels(), strict=True):
@@ -231,12 +231,12 @@ class Overlapping:
 
     def levels(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return times, ascending, and the number of spans from each of them until the next one."""
-        # Copied by `concatenate`: while a view of an array is alive nothing can be appended to that.
+        # `concatenate` copies: nothing can be appended to an array while a view of it exists.
         times = np.concatenate([np.frombuffer(self._starts), np.frombuffer(self._ends)])
         steps = np.repeat([1.0, -1.0], [len(self._starts), len(self._ends)])
         order = np.argsort(times, kind="stable")
         times, levels = times[order], np.cumsum(steps[order])
-        # Of several steps at one time the level behind the last one counts.
+        # Of several steps at one time the level after the last one counts.
         last = np.append(times[1:] != times[:-1], True) if len(times) else np.zeros(0, bool)
         return tuple(times[last].tolist()), tuple(levels[last].tolist())
 
@@ -277,7 +277,7 @@ class Counters:
         self._queue.append((time, len(self._queued)))
 
     def _finish(self, event: events.TrajectoryFinished) -> None:
-        """Note an answer, or what an episode of a program did all the time: it waits for the policy between steps."""
+        """Note an answer, or the steps and waits of a program's episode: it waits for the policy between steps."""
         if not event.steps:
             self._generated.add(event.started, event.finished)
         for start, end in event.steps:

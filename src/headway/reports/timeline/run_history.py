@@ -24,7 +24,7 @@ from headway.reports.samples.samples_file import Sample, mean_of
 MOST_POINTS = 600
 """Most points of one curve on a page."""
 MOST_CURVES = 16
-"""Most curves of one chart; of more sources the first ones are drawn, and the page says how many are not."""
+"""Largest number of curves in a chart. Of more sources the first are drawn, and the page shows the number left out."""
 DIGITS = 5
 ACCURACY = "validation/accuracy"
 
@@ -33,8 +33,8 @@ ACCURACY = "validation/accuracy"
 class ChartKind:
     """One chart: metrics by name, each with its curve's name, and a family of metrics, one for each source.
 
-    Metrics of the family begin with ``family[0]`` and end with ``family[1]``; what is between is the curve's name.
-    ``entered``: the values are of the weights that a version began with, and not of what happened while it lasted.
+    Metrics of the family begin with ``family[0]`` and end with ``family[1]``; the part in between is the curve's name.
+    ``entered``: True if values belong to the weights at a version's beginning, not to events during it.
     """
 
     name: str
@@ -90,11 +90,11 @@ class CurvePoint:
 
 
 PLACED = ("time/since_start", "time/seconds", "throughput/trained_tokens_per_s", "groups/trained")
-"""Metrics that tell a version's place."""
+"""Metrics from which a version's place on the axes is computed."""
 
 
 class CurveLog:
-    """Row sink that keeps of every version what is drawn of it. A second row of a version adds to its first."""
+    """Row sink that keeps the drawn metrics of every version. A second row of a version adds to the first."""
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, float]] = {}
@@ -235,7 +235,7 @@ class GroupLog:
     _tally: GroupTally = field(default_factory=GroupTally)
     _ended: dict[int, GroupLine] = field(default_factory=dict)
     _kept: dict[int, GroupLine] = field(default_factory=dict)
-    """Lines of sampled groups that are older than those in ``_ended``."""
+    """Lines of sampled groups older than those in ``_ended``."""
 
     def on_event(self, event: events.Event) -> None:
         record = self._tally.on_event(event)
@@ -252,7 +252,7 @@ class GroupLog:
                 del self._kept[next(iter(self._kept))]
 
     def add_sampled(self, sample: Sample) -> None:
-        """Add the line of a group whose sample is kept, where it is older than what was read."""
+        """Add the line of a sampled group that is older than the events read."""
         number, version, reason, lag = (sample[name] for name in ("group", "version", "reason", "lag"))
         reward = mean_of(sample["episodes"], "reward")
         length = round(fmean(episode["length"] for episode in sample["episodes"]), 1)
@@ -276,7 +276,7 @@ def _line(
 
 
 def ledger(metrics: RunMetrics) -> dict[str, Any]:
-    """Return where all groups and episodes are, their fates with reasons, and whether each has exactly one."""
+    """Return the numbers of groups and episodes by fate and reason, and whether each has exactly one fate."""
     finished = metrics.finished
     return {
         "groups": metrics.tally.counts(),

@@ -45,7 +45,7 @@ from headway.reports.timeline.worker_lanes import (
 RUN = "Run"
 LEASES = {"train": SpanKind.TRAIN_LEASE, "generate": SpanKind.GENERATE_LEASE}
 KEPT_DISCARDS = 20_000
-"""Most marks of discarded groups that are kept; the figures count all of them."""
+"""Largest number of marks of discarded groups. The figures count all groups."""
 
 
 class MarkKind(Named):
@@ -85,7 +85,7 @@ class Timeline:
     simulated: bool = False
     """True for a simulation: times are predictions, and rewards mean nothing."""
     versions: tuple[int, int] | None = None
-    """First and last of the versions that lanes, marks, counters and groups are of; None where it is the whole run."""
+    """First and last version that lanes, marks, counters and groups cover; None for the whole run."""
     curves: CurveLog = field(default_factory=CurveLog)
     """Curves of how the run learned."""
     groups: GroupLog = field(default_factory=GroupLog)
@@ -99,7 +99,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class IdleReason:
-    """A reason why ``who`` did nothing for ``seconds``, which are ``share`` of the wall time.
+    """Reason why ``who`` was idle for ``seconds``, which are ``share`` of the wall time.
 
     For replicas these are means, weighted by the time that each was part of the run.
     """
@@ -162,7 +162,7 @@ class TimelineBuilder:
     versions: tuple[int, int] | None = None
     """The versions that are drawn; None for the whole run."""
     since: float | None = None
-    """When the first of them began: what was before is left out."""
+    """Time at which the first of these versions began; earlier events are not drawn. None for the whole run."""
 
     def __post_init__(self) -> None:
         self.metrics.sinks = [self.curves]
@@ -174,7 +174,7 @@ class TimelineBuilder:
     def close(self) -> None: ...
 
     def draw(self, event: Event) -> None:
-        """Take an event that ``metrics`` has already."""
+        """Draw an event that was given to ``metrics`` before."""
         self.first = event.time if self.first is None else min(self.first, event.time)
         self.last = max(self.last, event.time)
         self._record(event)
@@ -184,7 +184,7 @@ class TimelineBuilder:
         """Return the timeline so far. With ``ended`` no event follows: rows of an unfinished run are closed."""
         since = -inf if self.since is None else self.since
         life = (max(self.first or 0.0, since), self.last)
-        # Before `close`, which hands out rows of versions that are not over.
+        # Before `close`, which also emits rows of unfinished versions.
         figures = summary(self.metrics)
         if ended:
             self.metrics.close()

@@ -1,7 +1,7 @@
-"""Lanes of the workers: trainer, replicas, stages, environments and updates; their work, and why they did nothing.
+"""Lanes of trainer, replicas, stages, environments and updates: their work and the reasons for idle time.
 
 Idle time is what ``trainer/idle_ratio`` and ``rollouter/idle_ratio`` count: saving a checkpoint and loading weights are
-not work. Claims go from the most telling to the least.
+not work. Claims are ordered from the most specific to the least.
 
 Each state of a stage lasts from the event that names it to the next one. An episode's steps and waits are reported when
 it has finished, so the lanes of environments lack episodes that are under way when the record ends.
@@ -47,7 +47,7 @@ ENDED = ("draining", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class LaneInterval:
-    """Time that a stage spent in one state, ``processing`` whenever an item was; ``active``: most items at once."""
+    """Interval of a stage in one state, ``processing`` while any item is processed. ``active``: most items at once."""
 
     start: float
     end: float
@@ -58,15 +58,15 @@ class LaneInterval:
 
 @dataclass(slots=True)
 class StageLog:
-    """One stage's stays, in order and without a gap; the last one lasts until ``end``."""
+    """Intervals of one stage in its states, in order and without gaps. The last one lasts until ``end``."""
 
     name: str
     end: float = 0.0
     _changes: list[LaneInterval] = field(default_factory=list)
-    """Stays without their ends: each lasts until the next one begins."""
+    """Intervals without their ends: each lasts until the next one begins."""
 
     def change(self, event: events.StageChanged) -> None:
-        # Items are in processing; one that waits to be handed on is not, whatever the others do.
+        # Counts items in processing. An item that waits to be sent is not counted.
         works = event.state == PROCESSING or event.active - (event.state == WAITING_OUTPUT) > 0
         state = PROCESSING if works else event.state
         waiting_for = None if state == PROCESSING else event.waiting_for
@@ -112,7 +112,7 @@ KINDS = {"gather": SpanKind.GATHER, "load": SpanKind.LOAD}
 
 @dataclass(slots=True)
 class UpdateLanes:
-    """Accumulates the phases of updates, and which version each replica served when."""
+    """Accumulates the phases of updates, and the versions served by each replica over time."""
 
     finished: list[events.UpdateFinished] = field(default_factory=list)
     served: dict[str, list[tuple[float, int | None]]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class UpdateLanes:
 
     def on_event(self, event: events.Event) -> None:
         match event:
-            case events.RunStarted():  # first or resumed: replicas are new, and have the initial model
+            case events.RunStarted():  # new or resumed: replicas start with the initial model
                 for replica, points in self.served.items():
                     points.append((event.time, 0 if replica in event.slots else None))
                 for replica in event.slots:
@@ -145,7 +145,7 @@ class UpdateLanes:
         }
 
     def transferred(self, version: int) -> float | None:
-        """The time at which the last replica had registered ``version``; None when nothing says so."""
+        """Time at which the last replica had registered ``version``; None if not recorded."""
         ends = [
             event.time
             for versions in self._phases.values()
@@ -176,7 +176,9 @@ class UpdateLanes:
         )
 
     def loading(self, replica: str, around: float) -> int | None:
-        """The version that ``replica`` began to serve at the time ``around`` or next; None where there is none."""
+        """Return the version that ``replica`` began to serve at the time ``around`` or next after it; None without
+        one.
+        """
         return next((v for time, v in self.served.get(replica, []) if time >= around and v is not None), None)
 
 
@@ -185,7 +187,7 @@ def _placed(phases: list[events.UpdatePhase]) -> list[LaneSpan]:
     next_phase, next_start = len(PHASES), float("inf")
     for event in reversed(phases):
         phase = PHASES.index(event.phase)
-        # The same phase twice is two transfers side by side: neither one makes room for the other.
+        # The same phase twice means two transfers side by side: neither is shortened for the other.
         end = min(event.time, next_start) if phase < next_phase else event.time
         next_phase, next_start = phase, end - event.seconds
         moved = f", {number(event.nbytes / 1e6)} MB" if event.nbytes else ""
@@ -200,7 +202,7 @@ WAITED_FOR = "episodes wait for an environment"
 
 
 def environment_lanes(counters: Counters, life: Span) -> Iterator[Lane]:
-    """The lane of steps, and below it that of waits; none where no program makes the episodes."""
+    """Yield the lane of steps and, below it, the lane of waits; nothing without an agent program."""
     steps = [
         LaneSpan(*span, SpanKind.ENVIRONMENT, _many(most, "episode in a step", "episodes in steps"))
         for span, most in counters.in_steps.stretches()
@@ -301,7 +303,7 @@ class TrainerLanes:
 
 
 def _behind(moments: Iterable[float], spans: Iterable[Span]) -> Iterator[Span]:
-    """Return the part of each of ``spans`` behind the last of ``moments`` in it."""
+    """Yield the part of each of ``spans`` after the last of ``moments`` within it."""
     ordered = sorted(moments)
     for start, end in spans:
         last = bisect_right(ordered, end) - 1
@@ -336,7 +338,7 @@ def _validation_wait(event: events.UpdateFinished, updates: UpdateLanes) -> Lane
 class Replicas:
     """Accumulates the replicas' activity. A lane begins with its replica's join and ends with its loss.
 
-    Time in which a replica was no part of the run is not idle time, neither here nor in the ratio.
+    Time before the join or after the loss of a replica is not idle time, here and in the ratio.
     """
 
     names: list[str] = field(default_factory=list)
@@ -387,7 +389,7 @@ class AdmissionLanes:
                 self._since = event.time if whole else None
 
     def no_requests(self, loader: StageLog, generate: StageLog, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
-        """Claims for replicas without requests: why they had nothing to do though nothing halted them.
+        """Return claims for replicas without requests: the reasons why replicas that were not halted had no work.
 
         ``in_steps``: when programs of episodes worked, whose next turns will be requests.
         """

@@ -4,6 +4,6 @@
                                                    ▲
                                                    └─ metrics.jsonl: rows
 
-Each tracker has a thread of its own. It may be slow or hang: the run's loop never waits for it, and the end of the run
+Each tracker has a thread of its own. The run's loop never waits for a tracker that is slow or hangs, and the run's end
 waits for a few seconds.
 """

@@ -27,20 +27,20 @@ _NUMBER = count()
 class TensorBoardTracker(Tracker):
     """Tracker for TensorBoard: a file beside the run's folder of trackers. A point's step is the version.
 
-    After a write that failed it goes on in another file, since that one may end with half a record.
+    After a failed write it continues in another file, since the first may end with half a record.
     """
 
     entry = "tensorboard"
 
     def __init__(self, setting: TrackerSetting) -> None:
-        """Open a file. Earlier files lose their points of the version ``setting.undone_from`` and of later ones; all of
-        them where it is not known which rows they have, as these are sent again then.
+        """Open a file. Points from version ``setting.undone_from`` on are removed from earlier files. If the rows in
+        these are unknown, all their points are removed, since all rows are sent again.
         """
         self._directory = setting.folder.with_name("tensorboard")
-        self._directory.mkdir(exist_ok=True)  # of a run that goes on it may have been removed
+        self._directory.mkdir(exist_ok=True)  # it may have been removed before a resume
         self._begins_with = setting.undone_from or 0
         if setting.undone_from is not None:
-            # TensorBoard's alone: W&B, MLflow and trackio delete no rows, and the later row counts there.
+            # Only for TensorBoard: W&B, MLflow and trackio delete no rows, and there the later row counts.
             _purge(self._directory, setting.undone_from if setting.entry else 0)
         self._records: _Records | None = _Records(self._directory)
         self._version = 0
@@ -71,8 +71,8 @@ class TensorBoardTracker(Tracker):
 class _Records:
     """One file of TensorBoard's events.
 
-    TensorBoard's own `EventFileWriter` writes in a thread, which prints a traceback where the disk is full. Here it is
-    the caller who learns of it: every method raises `OSError`.
+    TensorBoard's own `EventFileWriter` writes in a thread, which prints a traceback if the disk is full. Here every
+    method raises `OSError` to its caller.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -87,7 +87,7 @@ class _Records:
         texts = SummaryMetadata.PluginData(plugin_name="text")
         self._is_text = SummaryMetadata(plugin_data=texts, data_class=DATA_CLASS_TENSOR)
         self._string = partial(TensorProto, dtype=DT_STRING)
-        # Numbered with zeros in front: TensorBoard reads files by name, and those of one second came in another order.
+        # Numbered with leading zeros: TensorBoard reads files by name, and files of one second came in a wrong order.
         opened = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBER):06d}"
         self._writer = RecordWriter((directory / f"events.out.tfevents.{opened}").open("xb"))
         self.write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -97,7 +97,7 @@ class _Records:
         """Write one event with all ``values``; it is on the disk when this returns."""
         event = self._event(wall_time=time.time(), step=step)
         for name, value in values.items():
-            event.summary.value.add(tag=name, simple_value=value)  # which every reader of these files knows
+            event.summary.value.add(tag=name, simple_value=value)  # a format that every reader of these files knows
         self.write(event)
         self._writer.flush()
 

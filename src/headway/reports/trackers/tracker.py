@@ -1,4 +1,4 @@
-"""The protocol of a tracker, what it is made from, and the forms of data that trackers get."""
+"""Base class of trackers, their arguments, and conversions of the data that they get."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float | int]:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether ``value`` is a finite number, and no truth value."""
+    """Return True if ``value`` is a finite number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -73,7 +73,7 @@ def table(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return rows of a `table` as one text of Markdown, an episode after the other."""
+    """Return rows of a `table` as Markdown text, one episode after the other."""
     return "\n\n".join(
         "\n".join(f"**{name}** {_fenced(value)}" for name, value in row.items() if value is not None) for row in rows
     )
@@ -89,7 +89,7 @@ class TrackerSetting:
     """Arguments of a tracker: the run, and its entry in the tracker."""
 
     project: str
-    """Name of the project, which an experiment of MLflow is, too."""
+    """Name of the project; in MLflow, of the experiment."""
     name: str
     """Name of the run in the tracker."""
     folder: Path
@@ -105,7 +105,7 @@ class TrackerSetting:
 
 
 class NotKept(RunError):
-    """Raised by a tracker that lost what it was sent: it is made again, and all is sent again."""
+    """Error of a tracker that lost data: it is created again, and all is sent again."""
 
 
 class Tracker:

@@ -36,16 +36,16 @@ NO_LOGIN = ("offline", "dryrun", "disabled")
 
 
 class Trackers:
-    """Row sink that hands everything to each tracker. No method but `finish` takes longer than to enqueue it."""
+    """Row sink that passes everything to each tracker. All methods except `finish` only enqueue."""
 
     def __init__(self, threads: Sequence[TrackerThread], say: TrackerMessages, *, log_model: bool = False) -> None:
-        """Take over the trackers. ``log_model``: whether they get the model."""
+        """Create the set. ``log_model``: True if trackers get the model."""
         self._threads = list(threads)
         self._say = say
         self._log_model = log_model
 
     def start(self) -> None:
-        """Begin to send: training begins, and the run is worth an entry."""
+        """Begin to send, when training begins: only then the run gets an entry."""
         for tracker in self._threads:
             tracker.start()
 
@@ -73,7 +73,7 @@ class Trackers:
     def finish(self, summary: dict[str, Any], model: Path | None = None, *, limit_s: float | None = None) -> None:
         """End all entries, and wait for them for `LIMIT_S` or ``limit_s``, longer where they get the model.
 
-        An interrupt ends the waiting, and nothing else. What a tracker lacks then is said.
+        An interrupt ends only the waiting. The user is then told which data a tracker lacks.
         """
         given = model if self._log_model else None
         limit_s = LIMIT_S if limit_s is None else limit_s
@@ -104,7 +104,7 @@ class Trackers:
 
 
 def _where(name: str) -> str:
-    """Name the variable that says where a tracker is, which may be wrong; "" where none is set."""
+    """Return a text with the environment variable of a tracker's address, which may be wrong; "" if none is set."""
     given = next((key for key in ADDRESSES.get(name, ()) if os.environ.get(key)), None)
     if given is None:
         return ""
@@ -132,9 +132,9 @@ def open_trackers(
 
 
 def open_lacking(config: Config, directory: RunDirectory, say: TrackerMessages) -> Trackers:
-    """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are.
+    """Make the trackers of a finished run that lack some of its data. `Trackers.names` lists them.
 
-    Raises `DataError` where it cannot be read what they have, or what they are to get.
+    Raises `DataError` if the trackers' state or the run's data cannot be read.
     """
     setting = _setting(config, directory)
     lacking: list[TrackerThread] = []
@@ -206,9 +206,9 @@ def _is_installed(package: str) -> bool:
 
 
 def _wandb_may_log() -> bool:
-    """Tell whether W&B needs no login, or has one, which it is asked in a process.
+    """Return True if W&B needs no login or has one, which a separate process checks.
 
-    Where it does not answer the run begins, and the tracker tells what is wrong.
+    Without an answer the run begins, and the tracker reports the problem.
     """
     if os.environ.get("WANDB_MODE") in NO_LOGIN or os.environ.get("WANDB_API_KEY"):
         return True
@@ -225,7 +225,7 @@ def _check_port(host: str, port: int) -> None:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family) as listening:
-            # Else the port of a run that has just ended would be refused.
+            # Otherwise the port of a run that has just ended would be refused.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))
     except OSError as cause:

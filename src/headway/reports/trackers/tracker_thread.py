@@ -1,7 +1,7 @@
 """A tracker's thread, which sends it a run's rows as ``metrics.jsonl`` has them, and the newest samples.
 
-The run goes on whatever the tracker does: it may raise, be slow, or hang. What it has is kept in
-``RUN/trackers/NAME.json``, so that a resumed run, or ``headway sync``, sends the rest.
+The run goes on if the tracker raises, is slow or hangs. Its progress is stored in ``RUN/trackers/NAME.json``, so that a
+resumed run, or ``headway sync``, sends the rest.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class TrackerState:
 
     entry: str = ""
     rows: int = 0
-    """Number of rows that the entry has."""
+    """Number of rows in the tracker's entry."""
     whole: bool = False
-    """True if the entry has the run's end, too."""
+    """True if the entry also has the run's end."""
 
     @classmethod
     def read(cls, path: Path) -> TrackerState:
-        """Read the file; one that is missing is that of a tracker without an entry. Raises `DataError`."""
+        """Read the file. A missing file stands for a tracker without an entry. Raises `DataError`."""
         try:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
             if [type(value) for value in astuple(found)] != [str, int, bool] or found.rows < 0:
@@ -66,7 +66,7 @@ def memory_file(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TrackerMessages:
-    """Ways to tell the user something, each callable from any thread."""
+    """Functions that show messages to the user. Each can be called from any thread."""
 
     warn: Callable[[str], None]
     note: Callable[[str], None]
@@ -108,7 +108,9 @@ class TrackerThread:
         make: Callable[[str, TrackerSetting], Tracker] = make_tracker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; nothing is started. ``state``: what the tracker has. ``goes_on``: what follows from a failure."""
+        """Create the thread without starting it. ``state``: data that the tracker has. ``goes_on``: consequence of a
+        failure.
+        """
         self.name = name
         self.where = ""
         """Place to look at the run; empty before the tracker has told it."""
@@ -117,7 +119,7 @@ class TrackerThread:
         self._rows = _lines(run.metrics)
         """Number of rows of the run so far."""
         state = state or TrackerState()
-        # The record may have fewer rows than were sent: a resume cuts it.
+        # The record may have fewer rows than were sent, after a resume.
         self._entry, self._sent, self._whole = state.entry, min(state.rows, self._rows), False
         self._opened_at = self._sent
         """Number of rows that had been sent when the tracker was made."""
@@ -134,8 +136,8 @@ class TrackerThread:
         self._news = threading.Event()
         self._given_up = False
         self._asked_at: float | None = None
-        """Time of the call that has not returned yet; None where there is none."""
-        # A daemon: a library that hangs holds up neither the run nor the end of its process.
+        """Start time of the open call of the tracker; None without one."""
+        # A daemon, so that a library that hangs does not delay the run or the end of its process.
         self._thread = threading.Thread(target=self._serve, name=f"tracker-{name}", daemon=True)
 
     # ------------------------------------------------------------------------------------------ the run's thread
@@ -161,14 +163,14 @@ class TrackerThread:
         self._news.set()
 
     def end(self, summary: dict[str, Any], model: Path | None = None) -> None:
-        """Have the thread send what is left, and end."""
+        """Let the thread send the rest, and end."""
         if model is not None:
             self._left["the model"] = None
         self._ending = summary, model
         self._news.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end. Returns whether it came."""
+        """Wait for the thread's end. Returns True if it has ended."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -179,7 +181,7 @@ class TrackerThread:
         self._news.set()
 
     def missing(self, silent: str) -> str:
-        """Say after the end what the tracker did not get, why, and how it gets it; "" where it has all.
+        """Return a text on the data that the tracker did not get, the reason and the remedy; "" if it has all.
 
         ``silent``: the reason where the tracker gave none.
         """
@@ -213,11 +215,11 @@ class TrackerThread:
                     break
             if self._ending is not None:
                 self._end(*self._ending)
-        except Exception as cause:  # nothing of a tracker may reach the run, or a thread's traceback the terminal
+        except Exception as cause:  # a tracker's error must not reach the run, nor its traceback the terminal
             self._fail(said_by(cause))
 
     def _send(self) -> bool:
-        """Send what waits, up to the first row that is refused. Return whether nothing waits any more."""
+        """Send waiting data up to the first refused row. Returns True if nothing is left."""
         if self._given_up or (self._tracker is None and not self._open()):
             return False
         if "the settings" in self._left and (self._ending or self._settings_tries < MOST_REFUSALS):
@@ -236,7 +238,7 @@ class TrackerThread:
         return self._tracker is not None
 
     def _send_rows(self, rows: deque[tuple[int, bytes]]) -> bool:
-        """Send rows, given as offsets and lines, up to the first one that is refused. Return whether none was."""
+        """Send rows, given as offsets and lines, up to the first refused one. Returns True if none was refused."""
         tail = self._tail  # a call that finds everything lost makes another one
         while rows:
             at, line = rows.popleft()
@@ -247,7 +249,8 @@ class TrackerThread:
                 self._lost["rows"] += 1
             elif not self._call("on_row", row):
                 self._refusals += 1
-                # The next row tells a bad one from a tracker that takes none: a single row used to hold up the others.
+                # The next row shows whether one row is bad or the tracker takes none: a single bad row used to block
+                # all others.
                 behind = _row_of(rows[0][1]) if rows else None
                 if self._refusals < MOST_REFUSALS or behind is None or not self._call("on_row", behind):
                     tail.offset = at
@@ -300,7 +303,7 @@ class TrackerThread:
         try:
             getattr(tracker, call)(form(value))
         except NotKept as cause:
-            # What it took since it was made is lost: rows are sent again from where it began.
+            # All data since the tracker's creation is lost: rows are sent again from there.
             self._tracker, self._sent = None, self._opened_at
             self._left["the summary"] = None
             self._read_from_start()
@@ -338,14 +341,14 @@ class TrackerThread:
             self._warn(f"{problem}{self._goes_on}")
 
     def _warn(self, text: str, about: str = "trouble") -> None:
-        """Warn the user, once about each thing."""
+        """Warn the user, once for each value of ``about``."""
         if about not in self._warned:
             self._warned.add(about)
             self._say.warn(f"{self.name}: {text}")
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
-    """Return the row of a line; None where it holds none."""
+    """Return the row of a line; None if it is no row."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,6 +1,6 @@
 """Trackers that talk to services: W&B, MLflow, trackio, Prometheus.
 
-Their own variables (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID``, …) hold as ever.
+Their own environment variables (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID``, …) apply.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class MlflowTracker(Tracker):
             run = self._client.get_run(setting.entry)
             self._client.update_run(setting.entry, status="RUNNING")
         else:
-            run = self._create(setting)  # from here on nothing may fail: who asked would make another run
+            run = self._create(setting)  # nothing may fail after this: the caller would create another run
         self.entry: str = run.info.run_id
         uri = str(self._client.tracking_uri)
         shown = f"{uri}/#/experiments/{run.info.experiment_id}/runs/{self.entry}"
@@ -107,7 +107,7 @@ class MlflowTracker(Tracker):
         for some in _batches(new, AT_ONCE):
             try:
                 self._client.log_batch(self.entry, params=some)
-            except Exception as cause:  # one parameter that is refused costs its batch, not the others
+            except Exception as cause:  # a refused parameter costs its batch, not the others
                 refused.append(cause)
         for key, value in params.items():
             # As a tag: MLflow refuses another value of a parameter, and a resumed run may have changed some.
@@ -153,7 +153,7 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 LOST = ("could not be persisted", "may be dropped")
-"""Words of the warnings with which trackio says that what it took is lost."""
+"""Texts in trackio's warnings of lost data."""
 
 
 class TrackioTracker(Tracker):
@@ -175,7 +175,7 @@ class TrackioTracker(Tracker):
         self._run = trackio.init(
             project=setting.project, name=self.entry, config=setting.config, resume=resume, embed=False
         )
-        # trackio tells of rows that it lost by a warning alone: where warnings are off, a loss was never noticed.
+        # trackio reports lost rows only by a warning: with warnings off, a loss was never noticed.
         self._run._warn_once = lambda key, message: self._troubles.append(message)
         self.where = f"trackio show --project {setting.project}"
         self._newest = 0
@@ -224,7 +224,7 @@ PREFIX = "headway_"
 
 
 class PrometheusTracker(Tracker):
-    """Exporter of the run's figures, and of nothing else. Its only label is ``run``, the run's name."""
+    """Exporter of the run's metrics only. Its only label is ``run``, the run's name."""
 
     def __init__(self, setting: TrackerSetting) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -266,16 +266,16 @@ PACKAGES: Mapping[str, str] = {
     "trackio": "trackio",
     "prometheus": "prometheus_client",
 }
-"""Trackers → the package of an extra that each needs. The extra has the tracker's name."""
+"""Tracker -> package that it needs, from the extra with the tracker's name."""
 KEPT = ("wandb", "mlflow", "trackio")
-"""Trackers that keep what they get, so that a run that is over can be sent to them."""
+"""Trackers that store data, so that a finished run can be sent to them."""
 
 ADDRESSES: Mapping[str, tuple[str, ...]] = {
     "wandb": ("WANDB_BASE_URL",),
     "mlflow": ("MLFLOW_TRACKING_URI",),
     "trackio": ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"),
 }
-"""Variables that say where a tracker is, which is named where it does not answer."""
+"""Tracker -> environment variables with its address, for the message if it does not answer."""
 
 TRACKERS: Mapping[str, Callable[[TrackerSetting], Tracker]] = {
     "tensorboard": TensorBoardTracker,

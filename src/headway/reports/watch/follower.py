@@ -4,8 +4,8 @@
     samples.jsonl ─▶ SampleIndex     ─▶ which groups have a text         ├─▶ `Follower.message`: the whole page as JSON
     run.lock      ─▶ is it trained?  ─▶ the status                       ─┘     and, more rarely, `Follower.timeline`
 
-A run that is resumed undoes a part of its record: everything is then read anew, and pages begin anew with it (`epoch`).
-One thread reads and builds. Pages get what it built last, and never wait for a file.
+A resumed run undoes a part of its record: then everything is read again, and pages start again (`epoch`). One thread
+reads and builds. Pages get its last result, and never wait for a file.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ READING: dict[str, Any] = {"status": "reading", "reason": None}
 
 @dataclass(slots=True)
 class _Built:
-    """A part of the page that costs time: it is built again when something is new, as rarely as its cost asks for."""
+    """Part of the page that takes time to build. It is rebuilt when its data is new, and the more rarely the longer it
+    takes.
+    """
 
     every_s: float
     value: bytes = b""
     times: int = 0
     """Number of times that it was built."""
     built_from: tuple[object, ...] = ()
-    """Numbers of what ``value`` was made from."""
+    """Numbers of the data from which ``value`` was built."""
     next_s: float = 0.0
 
 
@@ -63,7 +65,7 @@ class _Read:
     samples: SampleIndex
     builder: TimelineBuilder
     starting: bool = False
-    """True from a resume to the start behind it."""
+    """True from a resume until the following start."""
 
 
 class Follower:
@@ -81,7 +83,7 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
         self._read = self._anew(SurvivingRecord())
         self._outdated = True
-        """True where the record is to be read from its beginning."""
+        """True if the record has to be read from its beginning."""
         self.watched = 0
         """Number of open pages. Nothing is built without any."""
         self.epoch = 0
@@ -101,7 +103,9 @@ class Follower:
     # ------------------------------------------------------------------------------------------ pages
 
     def news(self, since: int, timeout_s: float) -> tuple[int, bytes] | None:
-        """Wait for a message of a higher number than ``since``, so many seconds at most; return it with its number."""
+        """Wait at most ``timeout_s`` for a message with a number above ``since``. Returns number and message, or
+        None.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._message.times > since or self.closing, timeout_s)
             return (self._message.times, self._message.value) if self._message.times > since else None
@@ -111,7 +115,9 @@ class Follower:
         return self._closing.is_set()
 
     def first_look(self, timeout_s: float) -> bool:
-        """Wait until the run was read, so many seconds at most; tell whether it can be followed, as far as is known."""
+        """Wait at most ``timeout_s`` until the run was read. Returns True unless it is known that it cannot be
+        followed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._status != READING or self.closing, timeout_s)
         return self._failure is None
@@ -119,14 +125,14 @@ class Follower:
     def join(self) -> None:
         """Wait until following ends, by `close` or by a failure. Raises `DataError` where the record is damaged.
 
-        Raises `RunError` where following failed in a way that nobody has thought of.
+        Raises `RunError` if following failed for an unexpected reason.
         """
         self._thread.join()
         if self._failure is not None:
             raise self._failure
 
     def message(self) -> dict[str, Any]:
-        """Return all that a page shows but its timeline, of which it has the number."""
+        """Return everything that a page shows, with only the number of its timeline."""
         builder, samples = self._read.builder, self._read.samples
         figures = summary(builder.metrics)
         groups = builder.groups.lines()
@@ -176,7 +182,7 @@ class Follower:
         try:
             if self._outdated:
                 self._begin_anew()
-                self._outdated = False  # only now: after a failure above it is read anew once more
+                self._outdated = False  # only now: after a failure above it is read again
             went_on = self._read.samples.read_on() > 0
             went_on |= self._read_events()  # not `went_on or`, which would skip it
             if not went_on:  # up to date
@@ -221,7 +227,7 @@ class Follower:
         """Read a chunk of the record. Raises `Rewritten` where the run was resumed since it was looked through."""
         read = self._read
         before, resumed = read.events.offset, read.events.record.resumed
-        # The whole chunk first: where the run was resumed in it none of it is drawn.
+        # The whole chunk first: if the run was resumed within it, none of it is drawn.
         events = list(read.events.read_on())
         if any(isinstance(event, RunResumed) and event.times > resumed for event in events):
             raise Rewritten
@@ -289,7 +295,7 @@ class Follower:
             return
         value = to_json_line(build()).encode()
         with self._changed:
-            # Together, under the lock: whoever sees the number must find what it is the number of.
+            # Together, under the lock: a reader of the number must find the matching data.
             part.value, part.built_from, part.times = value, built_from, part.times + 1
             self._changed.notify_all()
         ended = self._clock()

@@ -46,13 +46,13 @@ NAMES = frozenset({LOOPBACK, "localhost", "[::1]"})
 """Names of this machine in a Host header; the port may be another one, which ssh forwards."""
 MOST_STREAMS = 16
 IDLE_S = 15.0
-"""Seconds without a change after which a stream says that it is alive, and notices a page that was closed."""
+"""Seconds without a change after which a stream sends a sign of life, and so notices a closed page."""
 KEEP_S = 30.0
 """Seconds that a connection stays open without a request."""
 MOST_STRANGERS = 128
-"""Connections that are open at a time without having shown the token: anybody on this machine can make some."""
+"""Largest number of open connections that have not shown the token: any user of this machine can open some."""
 FULL = b"retry: 5000\nevent: full\ndata: %d\n\n" % MOST_STREAMS
-"""Stream of one page too many. A browser asks again after it, in so many milliseconds, and never after an error."""
+"""Answer to one page too many. The browser retries after 5000 ms; after an HTTP error it would never retry."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -65,7 +65,7 @@ HEADERS = {
 
 
 class _Connection(RequestHandler):
-    """Connection that answers bad HTTP as it answers everybody without the token."""
+    """Connection that answers bad HTTP in the same way as a request without the token."""
 
     def __init__(self, answers: web.Server, strangers: dict[RequestHandler, None], **options: Any) -> None:
         """``strangers``: connections that have not shown the token, the oldest first."""
@@ -95,7 +95,7 @@ class WatchServer:
     def __init__(self, follower: Follower, name: str, port: int = 0) -> None:
         """Listen on loopback. ``name`` is the page's title; ``port`` 0 takes a free one.
 
-        Raises `UserError` where the port cannot be had.
+        Raises `UserError` if the port is not available.
         """
         self.token = secrets.token_urlsafe(32)
         self._follower = follower
@@ -157,7 +157,7 @@ class WatchServer:
         return _response(body, "application/json") if body else _refused()
 
     def _authorized(self, request: web.BaseRequest) -> str | None:
-        """Return what is asked for, behind the token; None for a request without it, or for another host."""
+        """Return the path after the token; None for a request without the token or for another host."""
         host = request.headers.get("Host", "").lower()
         name, colon, port = host.rpartition(":")
         if (name if colon and port.isdigit() else host) not in NAMES:
@@ -171,7 +171,7 @@ class WatchServer:
         return where
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Send what changes until the page is closed, or nothing is followed any more."""
+        """Send changes until the page is closed or following ends."""
         if self._streams >= MOST_STREAMS:
             return _response(FULL, "text/event-stream")
         follower = self._follower
@@ -209,7 +209,7 @@ def _refused() -> web.Response:
 
 
 def _key(query: Mapping[str, list[str]]) -> Key | None:
-    """Return the key of the sample that is asked for; None where none is."""
+    """Return the key of the requested sample; None if the query names none."""
     try:
         if "group" in query:
             return (int(query["group"][0]),)
@@ -220,11 +220,11 @@ def _key(query: Mapping[str, list[str]]) -> Key | None:
 
 log = logging.getLogger(__name__)
 WAIT_S = 60.0
-"""Seconds that a run which has not begun is waited for."""
+"""Longest wait for a run that has not begun, in seconds."""
 LOOK_S = 0.2
 """Seconds between two looks for it."""
 FIRST_LOOK_S = 1.0
-"""Seconds that the address waits for the record, which may be damaged; a large one is read behind it."""
+"""Seconds to wait for the first reading of the record before the address is shown: the record may be damaged."""
 
 
 def serve(
@@ -232,7 +232,7 @@ def serve(
 ) -> None:
     """Serve the page of the run in directory ``run`` until an interrupt. ``tell`` is called with its address.
 
-    A run that has not begun is waited for, of which ``note`` is told.
+    If the run has not begun, it waits and calls ``note`` with a message.
 
     Raises `UserError` where ``run`` is no run's directory, its record is damaged, or the port cannot be had.
     """
@@ -260,7 +260,7 @@ def serve(
 def _directory(run: Path, note: Callable[[str], None]) -> RunDirectory:
     """Return the directory of a run, which may still be starting: it has a configuration.
 
-    Where nothing is there yet a run is waited for. Raises `ConfigError`.
+    Waits for a run if there is none yet. Raises `ConfigError`.
     """
     until = time.monotonic() + WAIT_S
     if (to_come := _to_come(run)) and WAIT_S:
@@ -284,7 +284,7 @@ def _to_come(run: Path) -> bool:
 
 
 def _opened(url: str) -> Path:
-    """Open ``url`` in a browser by way of a file that only this user may read; return the file.
+    """Open ``url`` in a browser through a file that only this user may read. Returns the file.
 
     Other users see the arguments of a browser's process: the address itself must not be among them.
     """
