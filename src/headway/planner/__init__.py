@@ -1,1 +1,1 @@
-"""The pipeline on a virtual clock: simulated machinery behind the real protocols, and the planner that it makes."""
+"""``headway plan``: the real pipeline on a virtual clock, with simulated engines behind its protocols."""

@@ -3,8 +3,8 @@
     own    each preset at its own η and trigger, over the splits          around   η and trigger varied at one split
     full   the whole product
 
-Everything is read off the presets' values. The work per version is the same everywhere: B is the profile's, so a
-setting's trigger decides ``require_batches = B / (mini-batch · trigger)``.
+Everything follows from the presets' values. The work per version is the same for all settings: B comes from the
+profile, so a setting's trigger determines ``require_batches = B / (mini-batch · trigger)``.
 
 The devices of a mesh stay together, and so do those of a replica. The profile says which dimensions the mesh has.
 
@@ -12,7 +12,7 @@ The devices of a mesh stay together, and so do those of a replica. The profile s
     └─┘ └─┘ │ └─┘ └─┘
     training    two replicas
 
-Only whole meshes train. The rest of each machine's devices is filled with whole replicas.
+Only whole meshes train. The remaining devices of each machine are filled with whole replicas.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from headway.errors import ConfigError
 from headway.planner.profiles.job_profile import Profile
 
 ETAS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
-"""Values of η that are tried beside the preset's own, if that is above 0."""
+"""Values of η to try beside the preset's own, if that is above 0."""
 TRAIN_SHARES = tuple(Fraction(*share) for share in ((1, 8), (1, 4), (3, 8), (1, 2), (5, 8), (3, 4), (7, 8)))
-"""Shares of the devices at which splits are looked for when there are more than a handful."""
+"""Shares of devices for training at which splits are tried, if there are many devices."""
 
 
 class DeviceSplit(NamedTuple):
@@ -77,12 +77,12 @@ class PlanSetting:
 
     @property
     def waves(self) -> bool:
-        """Tell whether groups are admitted a batch at a time."""
+        """True if groups are admitted a batch at a time."""
         return bool(self.values["async_training.admission"] == Admission.BATCH)
 
     @property
     def synchronous(self) -> bool:
-        """Tell whether each batch is generated and trained on before the next one is begun."""
+        """True if each batch is generated and trained on before the next one is begun."""
         return self.eta == 0 and self.waves
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def _replicas(profile: Profile, first: int, last: int) -> int:
     size, machine = profile.rollout.devices, profile.devices_per_node or profile.devices
     if last - first < size:
         return 0
-    begun = min(-first % machine, last - first)  # what training leaves of its last machine
+    begun = min(-first % machine, last - first)  # devices of the last training machine that are left
     machines, rest = divmod(last - first - begun, machine)
     # Rounded down on each machine: no replica is on two of them.
     return begun // size + machines * (machine // size) + rest // size
@@ -180,7 +180,7 @@ def triggers(profile: Profile) -> list[int]:
 def own(profile: Profile) -> list[PlanSetting]:
     """Settings of each preset at its own η and trigger, on every split. Raises `ConfigError` when no split fits.
 
-    Without presets of shared devices where a replica has several: a run refuses these.
+    If a replica has several devices, presets with shared devices are left out, since a run refuses them.
     """
     shared = {mode: values["cluster.placement"] == "shared" for mode, values in PRESETS.items()}
     return [

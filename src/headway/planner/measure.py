@@ -1,4 +1,4 @@
-"""Measures one row of a plan: simulates its setting, and stops when the time of a version is known.
+"""Measurement of one row of a plan: simulates its setting until the time of a version is known precisely.
 
     version   0 … fill-1 │ fill … fill+n-1                 step time = (end of the last − end of the fill) / n
               filling    │ measured, window of all shares  stops at n ≥ 4 and known within 2%, or n = 30
@@ -35,16 +35,16 @@ FEWEST_VERSIONS, MOST_VERSIONS = 4, 30
 REPORTS_PER_VERSION = 4
 """Number of reports of each replica's activity in the time of one version, roughly."""
 DRAWS = 64
-"""Number of answers by which the time of a version is guessed."""
+"""Number of sampled answers from which the time of a version is guessed."""
 MOST_BATCHES = 15
 T_QUANTILES = (21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415)
-"""Quantiles of Student's t, two-sided 97%, for 1 … 14 degrees of freedom. 95% are left of them: looking after each
-version whether it is enough costs the rest."""
+"""Quantiles of Student's t, two-sided 97%, for 1 … 14 degrees of freedom. The effective level is 95%, since the
+interval is tested after each version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Figures measured of one row at steady state. Shares are of the measured window."""
+    """Measurements of one row at steady state. Shares refer to the measured window."""
 
     step_s: float
     """Seconds per version, B trained groups."""
@@ -69,7 +69,7 @@ class Measurement:
 
 
 def fill_versions(eta: Fraction) -> int:
-    """Number of versions to leave out: until the pipeline is as full as it stays, and a little longer.
+    """Return the number of versions to leave out: until the pipeline is full, and a little longer.
 
     With η = 0 the first version is the only one that no update precedes.
     """
@@ -104,7 +104,7 @@ class StepMeter:
         return 1 if self.eta == 0 else 2
 
     def on_event(self, event: Event) -> None:
-        # Before the event counts: the step that ends the fill is no part of the window.
+        # Before the event counts: the step that ends the fill is not part of the window.
         measuring = bool(self._ends) and not self._stopped
         match event:
             case events.RunStarted():
@@ -179,7 +179,7 @@ def mean_of_times(times: Sequence[float], multiple: int = 1) -> tuple[float, flo
     """
     size = multiple * ceil(len(times) / (multiple * MOST_BATCHES))
     count = len(times) // size
-    recent = times[len(times) - count * size :]  # what is too little for another batch is left out
+    recent = times[len(times) - count * size :]  # versions that do not fill a batch are left out
     means = [fmean(recent[i : i + size]) for i in range(0, len(recent), size)]
     # `count` batches have one degree of freedom less, and the table begins with one.
     error = T_QUANTILES[count - 2] * stdev(means) / math.sqrt(count) if count > 1 else math.inf
@@ -222,9 +222,11 @@ def measure(
     out_of_time: Callable[[int], bool] = lambda versions: False,
     seed: int = 0,
 ) -> Measurement | None:
-    """Simulate ``setting`` until its step time is known, or time is out; None when that is too soon to tell."""
+    """Simulate ``setting`` until its step time is known or time is out. Returns None if that is too early for a
+    result.
+    """
     batch = profile.batch
-    # More versions than are measured: at its end a run admits less and less, and is no longer at steady state.
+    # More versions than are measured: towards its end a run admits fewer groups, and is not at steady state.
     config = config_of(profile, setting, fill_versions(setting.eta) + MOST_VERSIONS + 1 + ceil(setting.eta))
     meter = StepMeter(
         eta=setting.eta,

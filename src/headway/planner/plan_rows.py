@@ -1,11 +1,11 @@
-"""The rows of a plan: a setting, what was measured of it, and how it compares with colocated synchronous training.
+"""Rows of a plan: a setting, its measurements, and its comparison with colocated synchronous training.
 
-The advice says what to choose, and whether asynchrony helps at all:
+The advice recommends a row, and says whether asynchrony helps:
 
     synchronous   η = 0, a batch at a time      streaming   η = 0, groups as they come      asynchronous   η > 0
 
-A row is better only beyond the error of both, and asynchrony helps only when it gains at least `WORTH_IT`: it costs
-off-policy data and a run that is harder to follow.
+A row is better only if the difference exceeds both errors. Asynchrony helps only if it gains at least `WORTH_IT`, since
+it costs off-policy data and a run that is harder to follow.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from headway.reports.human import number, share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One row of a plan: a simulated setting, what was measured of it, and how it compares."""
+    """Row of a plan: a simulated setting, its measurements and its comparison with the baseline."""
 
     setting: PlanSetting
     measured: Measurement
     samples_per_s: float
     """Number of trained groups per second."""
     tail: float | None = None
-    """Share of the slots that a batch could fill which is empty while training waits, in a synchronous row."""
+    """Share of fillable slots that are empty while training waits, in a synchronous row; None in other rows."""
     speedup: float | None = None
     """The baseline's step time over this one's; None without a baseline."""
 
@@ -47,7 +47,7 @@ class PlanRow:
 
     @property
     def complete(self) -> bool:
-        """Tell whether the row was simulated as far as any is: until it is precise, or for the most versions."""
+        """True if the simulation was not cut short: it reached its precision or the largest number of versions."""
         return self.relative_error <= PRECISION or self.measured.versions >= MOST_VERSIONS
 
 
@@ -69,7 +69,7 @@ def _tail(profile: Profile, setting: PlanSetting, measured: Measurement) -> floa
 
 
 def baseline_of(rows: Iterable[PlanRow]) -> PlanRow | None:
-    """Colocated synchronous training where it was simulated, else the quickest synchronous row."""
+    """Return the row of colocated synchronous training or, if it is missing, the quickest synchronous row."""
     synchronous = [row for row in rows if row.setting.synchronous]
     return min(synchronous, key=lambda row: (not row.setting.split.shared, row.step_s), default=None)
 
@@ -101,7 +101,8 @@ def to_json(row: PlanRow) -> dict[str, Any]:
 
 
 AS_GOOD = 0.02
-"""Relative difference of step times up to which a row is as good as the quickest: less lag decides, then simplicity."""
+"""Largest relative difference from the quickest step time that counts as equal. Then less lag decides, then
+simplicity."""
 WORTH_IT = 0.05
 
 
@@ -127,14 +128,14 @@ def advise(rows: Sequence[PlanRow], not_compared: str | None = None) -> Advice:
 
 
 def recommend(rows: Sequence[PlanRow]) -> PlanRow:
-    """Choose the quickest row; of those as good, the one with the least lag, then the simplest. See `_at_most`."""
+    """Choose the quickest row; of equally quick ones, the one with the least lag, then the simplest. See `_at_most`."""
     best = min(map(_at_most, rows))
     as_good = [row for row in rows if _at_most(row) <= best * (1 + AS_GOOD)]
     simplest = list(PRESETS).index
     return min(
         as_good,
         key=lambda row: (
-            # Rounded, or noise in the lag would decide before simplicity.
+            # Rounded: otherwise noise in the lag would decide before simplicity.
             round(row.measured.lag_mean, 1),
             row.measured.lag_max,
             simplest(row.setting.preset),
@@ -189,7 +190,7 @@ def _helps(ahead: PlanRow, synchronous: PlanRow) -> str:
 
 
 def precision(error: float) -> str:
-    """Say how well a value of this relative error is known; an infinite one has none yet."""
+    """Return a text for this relative error; an infinite error means that none is known yet."""
     return f"within {share(error)}" if math.isfinite(error) else "from too few versions for any error"
 
 

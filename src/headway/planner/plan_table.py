@@ -1,4 +1,4 @@
-"""A plan on a terminal: the rows, quickest first, what to choose, whether asynchrony helps, and how far to trust it."""
+"""Plan on a terminal: the rows, quickest first, the recommendation, and the plan's uncertainty."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from headway.reports.timeline.html_timeline import write_html
 from headway.reports.timeline.timeline import TimelineBuilder
 
 ROWS_SHOWN = 16
-"""Number of rows of the table that are shown, from the top; the recommended row, the baseline and each preset's best
-are shown in any case."""
+"""Number of rows shown from the top of the table. The recommended row, the baseline and each preset's best row are
+always shown."""
 NAMED = 2
 """Number of settings that a plan names among those not simulated."""
 WIDEST = 100
 WIDE_FROM = 96
-"""Width of the terminal, in columns, from which on the less important figures are shown, too."""
+"""Width of the terminal, in columns, at which less important figures are shown, too."""
 RECOMMENDED = "→"
 
 
@@ -113,7 +113,7 @@ def _table(plan: PlanResult, width: int) -> Table:
 
 def _shown(plan: PlanResult) -> list[tuple[int, PlanRow]]:
     """The rows that are shown, each with its number, as ``--row`` counts them."""
-    # Reversed: of the rows of a preset the quickest comes last, and stays.
+    # Reversed, so that the quickest row of each preset comes last and is kept.
     best_of_presets = {row.setting.preset: row for row in reversed(plan.rows)}.values()
     always = [plan.baseline, plan.advice.recommended, *best_of_presets]
     return [(place + 1, row) for place, row in enumerate(plan.rows) if place < ROWS_SHOWN or row in always]

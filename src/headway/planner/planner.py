@@ -1,11 +1,11 @@
-"""``headway plan``: simulates settings until all are known or time is out, and says what to choose.
+"""``headway plan``: simulates settings until all are measured or time is out, and recommends one.
 
 profile ─▶ settings ─▶ `promising` ─▶ simulate one ─▶ row ─┐
                             ▲                              ├─▶ Plan: rows, quickest first; advice
                             └──── its seconds ─────────────┘
 
-A row is simulated until it is known, or has had its share of the time: what is left, over the rows still to come.
-Answers have the same lengths in all settings, so that their differences are those of the settings.
+A row is simulated until it is precise or has used its share of the remaining time. Answers have the same lengths in all
+settings, so that differences come only from the settings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIED = 3
 USUAL_ROWS = 30
 """Number of rows, roughly, of a plan without ``--sweep``."""
 ROUGHLY_KNOWN = 6
-"""Number of versions that a row is given, however small its share of the time."""
+"""Smallest number of versions simulated for a row, even if its share of the time is smaller."""
 
 Progress = Callable[[PlanRow, int], None]
 """Callback after each row, with that row and the number of settings that are still to come, roughly."""
@@ -105,7 +105,7 @@ def plan(
     of_version = profile.batch.groups_per_version * profile.batch.n
 
     def ends_late(versions: int, limit: float) -> bool:
-        """Tell whether so many versions more would probably end too late; the simulator's cost is per trajectory."""
+        """Return True if ``versions`` more would probably end too late. The simulator's cost is per trajectory."""
         elapsed = clock() - started
         return elapsed + versions * of_version * (elapsed / trajectories if trajectories else 0.0) > limit
 
@@ -116,7 +116,7 @@ def plan(
         elapsed = clock() - started
         share_ends = elapsed + (budget_s - elapsed) / to_come
 
-        # A default, so that it stays the share of this row.
+        # A default argument, so that it stays the share of this row.
         def out_of_time(versions: int, share_ends: float = share_ends) -> bool:
             return ends_late(1, share_ends if versions >= ROUGHLY_KNOWN else budget_s)
 
@@ -183,7 +183,7 @@ def _climb(splits: Sequence[PlanSetting], place: int, step_s: Mapping[PlanSettin
         for at in sorted(near, key=lambda at: at != place):
             if splits[at] not in step_s:
                 yield splits[at]
-        # Of equals the present one: two splits of the same time would otherwise be climbed in turn for ever.
+        # Of equals keep the current one: otherwise two equal splits would alternate for ever.
         before, place = place, min(near, key=lambda at: (step_s[splits[at]], at != place))
         if place == before:
             return
@@ -214,7 +214,7 @@ def to_json(plan: PlanResult) -> dict[str, Any]:
 
 
 def _not_compared(profile: Profile, rows: Sequence[PlanRow], missing: Sequence[PlanSetting]) -> str | None:
-    """Return which modes the rows say nothing of, and why, as a sentence; None if all are there."""
+    """Return a sentence on the modes without rows and the reason; None if all modes have rows."""
     if (devices := profile.rollout.devices) > 1:
         return (
             f"Modes of shared devices are not compared: a replica has {devices} devices here, and one there. If the "
