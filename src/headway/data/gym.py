@@ -42,7 +42,7 @@ class GymTask:
         entry = {"answer": answer, **extra}
         try:
             return float(self._dataset.score_answer(response.strip() if given is None else given, entry))
-        except ValueError:  # some verifiers parse without a check: what they cannot parse is no right answer
+        except ValueError:  # some verifiers parse without a check: text that does not parse is wrong
             return 0.0
 
 

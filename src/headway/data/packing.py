@@ -4,7 +4,7 @@
     samples ─▶ a rank's batch cache ─▶ rows ─▶ trees ─▶ micro-batches  (worker: arrays)
 
     rows ─▶ one tree for each group ─▶ micro-batches of at most `token_budget` tokens, longest trees first
-            (cut where it is more than the budget)
+            (cut if it exceeds the budget)
 
 A pure function of the rows. A micro-batch is one line of tokens, without padding; only models whose attention Headway
 does not know keep padded rows. Ranks go through their micro-batches in step, each from the most token pairs for

@@ -3,7 +3,7 @@
 files, datasets ─▶ one source after the other ─┬─▶ training records   (and how they are mixed: `SourceShare`)
 task            ─▶ problems, made on demand   ─┴─▶ held-out records
 
-`settings_named` tells what a text means: a task, a file, a saved folder, or a dataset.
+`settings_named` tells the meaning of a text: a task, a file, a saved folder, or a dataset.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def children() -> list[int]:
     try:
         # Of every thread: the kernel lists a child only under the thread that has forked it.
         lists = [Path("/proc/self/task", thread, "children").read_text() for thread in os.listdir("/proc/self/task")]  # noqa: PTH208
-    except OSError:  # a kernel that was built without
+    except OSError:  # a kernel built without this file
         return _children().get(os.getpid(), [])
     return [int(pid) for listed in lists for pid in listed.split()]
 

@@ -195,7 +195,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[module_name] = module  # registered before the module runs: dataclasses and pickle look it up by name
     try:
         module_spec.loader.exec_module(module)
-    # Removed: the next import would get half a module.
+    # Removed: otherwise the next import would get half a module.
     except (Exception, SystemExit) as cause:
         del sys.modules[module_name]
         raise UserCodeError(f"{path} does not import: {raised_by(cause)}") from cause

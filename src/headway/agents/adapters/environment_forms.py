@@ -187,7 +187,7 @@ class SkyrlProgram(EnvironmentProgram[Any]):
             )
         found: dict[str, float] = {}
         for name, value in metrics.items():
-            with suppress(ProgramFailed):  # SkyRL's own aggregation leaves out what is no number, too
+            with suppress(ProgramFailed):  # SkyRL's own aggregation also leaves out non-numbers
                 found[str(name)] = number(value, str(name))
         return EpisodeEnd(metrics=found)
 

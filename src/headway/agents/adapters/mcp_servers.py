@@ -47,7 +47,7 @@ MISSING = (
 
 
 def check_sdk() -> None:
-    """Raise `UserCodeError` where the SDK is not installed."""
+    """Raise `UserCodeError` if the SDK is not installed."""
     try:
         from mcp import Client  # noqa: F401
     except ImportError as cause:

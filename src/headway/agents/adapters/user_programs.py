@@ -293,7 +293,7 @@ class CommandProgram(Program):
 
 
 class _CommandCleanup(asyncio.subprocess.SubprocessStreamProtocol):
-    """Protocol that kills what a command left behind when it ends: while that holds the output, it has no end."""
+    """Protocol that kills a command's leftover processes when it ends: they would keep its output open."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

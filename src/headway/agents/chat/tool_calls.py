@@ -1,6 +1,6 @@
 """Tool calls of an answer: read from its text and checked against the tools, without exceptions.
 
-    parser = choose_parser(renderer, "auto")            # one for a run; raises ConfigError where none fits
+    parser = choose_parser(renderer, "auto")            # one for a run; raises ConfigError if none fits
     answer = parser.parse(renderer.text(sampled), tools)
     chats.answered(prompt, sampled, answer.message)
     texts = [call.error or (await by_name[call.name].call(call.arguments)).text for call in answer.calls]
@@ -141,7 +141,7 @@ _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def _typed(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
-    """Convert arguments written as text to the types that ``schema`` gives them; text where it may be text."""
+    """Convert arguments written as text to the types that ``schema`` gives them; text stays text if it is allowed."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     typed: dict[str, Any] = dict(arguments)
     for name, text in arguments.items():

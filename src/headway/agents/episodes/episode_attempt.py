@@ -82,7 +82,7 @@ class CallLog:
         if logged is None:
             logged = _LoggedCall(failure_ignored(asyncio.get_running_loop().create_future()))
             sampling = self._ended_by(max_tokens, stop, stop_token_ids)
-            # The first call has key 0: an episode of one turn samples what a single answer would.
+            # The first call has key 0: an episode of one turn samples the same tokens as a single answer.
             key = (prompted.key if self._log else 0) ^ self._salt
             logged.asked = PendingRequest(
                 GenerateRequest(0, self.id, prompted.ids, sampling, key, self.priority, goes_on=True),

@@ -1,4 +1,4 @@
-"""Tokens of one episode: the contexts of its turns, and what was sampled.
+"""Tokens of one episode: the contexts of its turns, and the sampled tokens.
 
     TurnRequest ─▶ EpisodeTokens.prompt ─▶ TurnContext (ids, key) ─▶ a call ─▶ EpisodeTokens.answered ─▶ TurnAnswer
                         │                                                                └──▶ rows to train on
@@ -72,7 +72,7 @@ class EpisodeTokens(Protocol):
         """Store the result of a call as turn ``number`` of the episode, and parse it for the program."""
 
     def rows(self) -> Sequence[RowTokens | RowAt]:
-        """Return the rows to train on; only their lengths where tokens are simulated."""
+        """Return the rows to train on; only their lengths if tokens are simulated."""
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -187,7 +187,7 @@ class TurnRequest:
 
 
 def too_much_ends(stop: Sequence[str], token_ids: Sequence[int]) -> str | None:
-    """Return what is too much in the strings and tokens that are to end a turn; they are looked for at each token."""
+    """Return which of the strings or tokens that end a turn are too many or too long; None if none are."""
     longest = max(map(len, stop), default=0)
     if len(stop) > MOST_STOPS or longest > LONGEST_STOP:
         return (

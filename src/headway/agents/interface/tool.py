@@ -35,7 +35,7 @@ class ToolResult:
     """Result of one call of a tool."""
 
     text: str
-    """Text for the model: what the tool returned, or what it raised."""
+    """Text for the model: the tool's return value, or its exception."""
     failed: bool = False
     """True if the tool raised, or reported a failure."""
     reward: float | None = None

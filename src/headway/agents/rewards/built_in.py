@@ -99,7 +99,7 @@ WHOLE = ("format", "regex")
 def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule:
     """Return the rule of `BUILT_IN` called ``name``. Raises `ConfigError` for unknown or missing parameters.
 
-    ``surroundings``: arguments by name that are not the user's parameters; a rule gets those that it names.
+    ``surroundings``: arguments by name that are not the user's parameters; a rule gets the ones that it names.
     """
     takes = Parameters.of(maker := BUILT_IN[name])
     known = [param for param in takes.named if param not in surroundings]

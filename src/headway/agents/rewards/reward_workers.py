@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.data.types import Conversation, Prompt
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a worker to start and to load the reward; ``reward.timeout_s`` where that is longer."""
+"""Limit in seconds for a worker to start and load the reward; ``reward.timeout_s`` if that is longer."""
 GRACE_S = 1.0
 """Seconds by which the limit on a group exceeds the sum of its calls' limits."""
 AT_ONCE = 16
@@ -146,8 +146,7 @@ class RewardWorkers:
         if not self._spec.needs_process:
             self._scorer = self._scorer or self._spec.load()
             return await self._scorer.serve(request)
-        # One call more if groups share a process: the check for a blocked event loop must come first, and name the
-        # group.
+        # One call more if groups share a process: the check for a blocked loop, which names the group, must come first.
         calls = len(request.responses) + (1 if self._spec.shared else 0)
         limit = calls * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
         try:

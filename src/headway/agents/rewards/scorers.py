@@ -111,7 +111,7 @@ class RewardSpec:
     def limit_s(self, part: RewardPart) -> float:
         """Return the seconds after which a call of ``part`` is ended, with its process.
 
-        The reward ``code`` ends what it runs itself, the trial of a row's tests and then the tests: only a hanging
+        The reward ``code`` ends its own runs, the trial of a row's tests and then the tests: only a hanging
         sandbox exceeds its limit.
         """
         return 2 * self.timeout_s + HANGS_S if part.function == "code" else self.timeout_s
@@ -149,7 +149,7 @@ class Scorer:
         """
         Raises:
             ConfigError: unknown reward or task, parameters that it does not take, or no sandbox for code here.
-            UserCodeError: the user's file does not load, or its function needs what it is not given.
+            UserCodeError: the user's file does not load, or its function needs arguments that it does not get.
         """
         self._spec = spec
         self._parts = [(part, _make_part(part, spec)) for part in spec.parts]
@@ -284,7 +284,7 @@ def _attributed(name: str | None) -> Iterator[None]:
 
 
 def checked(values: Any, n: int, *, optional: bool = False) -> Values:
-    """Return ``values`` as n finite floats, or None if ``optional``. Raises `ScoringFailed` with the wrong value."""
+    """Return ``values`` as n finite floats; ``optional`` allows None. Raises `ScoringFailed` with the wrong value."""
     items = plain(values)
     if isinstance(items, str | bytes) or not isinstance(items, Sequence):
         raise ScoringFailed(f"returned {_shown(values)} for {n} responses, expected a list of {n} numbers")

@@ -13,11 +13,11 @@ names, and with ``**kwargs`` all.
 - The row's columns go by their own names; the one that is the ground truth is there as ``answer``, too.
   ``prompt`` is the text that the model read, ``extra`` a dictionary of the columns but prompt and ground truth.
 - It returns a number per response, or a dictionary with ``score`` or ``reward`` whose other numbers become metrics: a
-  list of n where it is called per group. One of TRL's may give None for a response that it does not apply to.
+  list of n if it is called per group. A function in TRL's form may give None: it does not apply to the response.
 - TRL's get ``log_metric`` and ``log_extra``, too (`FurtherNumbers`).
 - ``reward.params`` are further arguments (verl's ``reward_kwargs``); they stand before columns of the same name.
-- Where prompts are chat messages, TRL's functions get messages: each prompt a list of them, each completion a list of
-  one. Where a program makes the episodes, a completion is all of the episode's last conversation behind the prompt, and
+- If prompts are chat messages, TRL's functions get messages: each prompt a list of them, each completion a list of
+  one. If a program makes the episodes, a completion is all of the episode's last conversation behind the prompt, and
   the prompt is what that conversation began with; functions that are not TRL's get the last answer. verl's
   ``extra_info`` is the row's column of that name, else a dictionary of all other columns.
 - ``async def`` works for all; one-response calls of a group are then awaited together, each with its own time limit.
@@ -203,7 +203,7 @@ class UserFunction:
             looking.cancel()
 
     def _scores_of(self, returned: Sequence[Any], further: FurtherNumbers) -> Any:
-        """Return the scores in what the calls returned, and keep their further numbers."""
+        """Return the scores in the calls' results, and keep their further numbers."""
         values = returned[0] if self.dialect.per_group else returned
         if not isinstance(values, list | tuple) or len(values) != further.n:
             return values

@@ -154,7 +154,7 @@ class Scores:
 
 
 def means_of_parts(groups: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
-    """Return the mean value of each reward component over groups, where it applies; empty unless there are several."""
+    """Return the mean value of each reward component over the groups that it applies to; empty for one component."""
     found: dict[str, list[float]] = {}
     for parts in groups:
         for name, values in parts.items():

@@ -121,7 +121,7 @@ def closed_way_to(part: Path) -> Path | None:
 
 
 def open_way_to(parts: Sequence[Path]) -> IO[bytes] | None:
-    """Make the namespace, and return a file that keeps it: what is at ``/proc/PID/fd/N`` of it may be entered.
+    """Make the namespace, and return a file that keeps it; processes enter it by ``/proc/PID/fd/N``.
 
     Args:
         parts: files and directories of the interpreter.
