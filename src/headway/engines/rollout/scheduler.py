@@ -80,15 +80,15 @@ class RequestState:
     key: int
     """The key of the call's uniform numbers."""
     limit: int
-    """Most tokens that may be sampled: ``max_tokens``, or what the context leaves."""
+    """Most tokens that may be sampled: ``max_tokens``, or fewer if the context leaves less room."""
     written: SampledTokens = field(default_factory=lambda: NOTHING)
     """Tokens sampled so far, with log-probs and versions. Up to date only while the request is not decoding."""
     started: float | None = None
     """The time at which its first token was sampled; None before."""
     oldest_version: int | None = None
-    """The version that sampled its first token."""
+    """Version that sampled the call's first token; None before."""
     cached: int = 0
-    """Tokens of the call's own context that were found in a prefix cache when it started."""
+    """Number of tokens of the call's own context that were found in a prefix cache when it started."""
 
     @property
     def trains(self) -> bool:
@@ -102,7 +102,7 @@ class RequestState:
 
     @property
     def context(self) -> NDArray[np.int64]:
-        """[P + T] input of the next token: the call's ids, and what was sampled since."""
+        """Return the input [P + T] of the next token: the call's ids and the tokens sampled since."""
         given = self.request.input_ids.astype(np.int64)
         return given if self.started is None else np.concatenate([given, self.written.ids.astype(np.int64)])
 
@@ -247,9 +247,9 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- queues
 
     def take(self, free: int, admits: Callable[[RequestState], bool] = lambda _: True) -> list[RequestState]:
-        """Remove and return the next calls to start: at most ``free``, and until one is not admitted.
+        """Remove and return the next calls to start: at most ``free``, until ``admits`` refuses one.
 
-        No call overtakes another: where the next one has to wait, so do those behind it.
+        No call overtakes another: if the next call has to wait, so do all later ones.
         """
         taken: list[RequestState] = []
         for queue in () if self.mode is Mode.PAUSED else self._queues.values():
@@ -261,12 +261,12 @@ class Scheduler:
 
     def put_back(self, runs: Iterable[RequestState]) -> None:
         """Park calls that were decoding, ahead of everything that has not started."""
-        # The youngest first: each is put before the one put before it, and the oldest is to resume first.
+        # The youngest first: each goes to the front of the queue, and the oldest has to resume first.
         for run in sorted(runs, key=lambda run: -run.serial):
             self._queues[run.request.priority].appendleft(run)
 
     def remove(self, runs: Collection[RequestState]) -> list[RequestState]:
-        """Take out those of ``runs`` that wait, and return them in order of submission."""
+        """Remove the waiting calls among ``runs``, and return them in order of submission."""
         wanted = frozenset(runs)
         removed: list[RequestState] = []
         for queue in (*self._queues.values(), self._held) if wanted else ():

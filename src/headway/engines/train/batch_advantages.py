@@ -39,10 +39,10 @@ Get = Callable[[CollatedRow], NDArray[Any]]
 
 
 class Episodes:
-    """The episodes of a batch's rows.
+    """Episodes of a batch's rows.
 
-    An episode of one row is that row as it is, holes included. One of several rows has the tokens that they train, in
-    the order of its turns: that defines what comes before what, also where turns fork.
+    An episode with one row is that row unchanged, including holes. An episode with several rows consists of the tokens
+    that they train, in the order of its turns, also if turns fork.
     """
 
     def __init__(self, rows: Sequence[CollatedRow], episode_of: NDArray[np.int64]) -> None:
@@ -62,7 +62,7 @@ class Episodes:
         """Indices of each episode's tokens among those of its rows, one row after the other."""
 
     def join(self, get: Get) -> list[NDArray[Any]]:
-        """The arrays [L] of the episodes, from those [T] that ``get`` returns of their rows."""
+        """Return the arrays [L] of the episodes, from those [T] that ``get`` returns of their rows."""
         joined = []
         for own, order in zip(self._rows_of, self._orders, strict=True):
             arrays = [get(row) for row in own]
@@ -71,7 +71,7 @@ class Episodes:
         return joined
 
     def cut(self, arrays: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-        """The arrays [T] of the rows, from those [L] of their episodes; 0 in the holes of rows that were joined."""
+        """Return the arrays [T] of the rows, given the arrays [L] of their episodes; 0 in holes of joined rows."""
         result: list[NDArray[np.float32]] = []
         for own, order, array in zip(self._rows_of, self._orders, arrays, strict=True):
             if len(own) == 1:  # no copy, as in `join`
@@ -93,12 +93,12 @@ def _order(rows: Sequence[CollatedRow]) -> NDArray[np.int64] | slice:
 
 
 def turn_numbers(row: CollatedRow) -> NDArray[np.int64]:
-    """The number [T] of the turn that each response token of ``row`` is of; a hole has that of the turn before it."""
+    """Return the turn number [T] of each response token of ``row``; a hole has the number of the turn before it."""
     return _of_turns(row, [turn.number for turn in row.turns])
 
 
 def turn_states(row: CollatedRow) -> NDArray[np.int64]:
-    """The state [T] of the turn that each response token of ``row`` is of; a hole has that of the turn before it."""
+    """Return the state [T] of each response token's turn in ``row``; a hole has the state of the turn before it."""
     return _of_turns(row, [turn.state for turn in row.turns])
 
 
@@ -132,8 +132,8 @@ class BatchAdvantages:
     def __call__(self, rows: Sequence[CollatedRow], outcomes: Outcomes) -> dict[str, Arrays]:
         """Compute the ``advantages`` of each row, and ``returns`` where the estimator has a critic.
 
-        ``rows`` have the columns that are asked for: ``values``; ``ref_logprobs`` and ``prox_logprobs``. Those of an
-        episode are looked at together.
+        ``rows`` have the columns that the configuration needs: ``values``; ``ref_logprobs`` and ``prox_logprobs``. All
+        rows of an episode are used together.
 
         Raises `RunError`, naming a trajectory, for a reward, a value or an advantage that is not finite.
         """
@@ -152,8 +152,8 @@ class BatchAdvantages:
     def of_outcomes(self, outcomes: Outcomes) -> NDArray[np.float32] | None:
         """Compute each episode's advantage, [E], which all tokens that it trains share, from ``outcomes`` alone.
 
-        The numbers are those that rows give. None where tokens have to be looked at: by the estimator, or for rewards
-        of turns or a KL penalty per token.
+        The result equals that from rows. None if tokens are needed: by the estimator, or for rewards of turns or a KL
+        penalty per token.
 
         Raises:
             RunError: a reward or an advantage is not finite; the message names the trajectory.
@@ -190,7 +190,7 @@ class BatchAdvantages:
             _scored(outcomes, [len(mask) for mask in masks]),
             mask=None if all(mask.all() for mask in masks) else _padded(masks),
             values=known("the critic's values", lambda row: row.columns[ColumnName.VALUES]) if valued else None,
-            # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
+            # Every answer was scored as it is, even if it was cut off: nothing comes after its last token.
             finished=None,
             turn_discount=self._algorithm.turn_discount,
         )
@@ -231,9 +231,9 @@ def _scored(outcomes: Outcomes, lengths: Any) -> AdvantageInputs:
 def _rewards_of_turns(
     rewards: Sequence[Sequence[float]], turns: Sequence[NDArray[np.int64]], masks: Sequence[NDArray[np.bool_]]
 ) -> list[NDArray[np.float64]]:
-    """The rewards of each episode's turns, [L], each at the last trained token of its turn.
+    """Return the rewards of each episode's turns, [L], each at the last trained token of its turn.
 
-    That of a turn without one is at the last token before it, or at the episode's first.
+    The reward of a turn without trained tokens is at the last token before it, or at the episode's first token.
     """
     placed = []
     for of_turns, turns_L, mask_L in zip(rewards, turns, masks, strict=True):
@@ -241,7 +241,7 @@ def _rewards_of_turns(
         trained = np.flatnonzero(mask_L)
         if len(trained) and of_turns:
             last = np.searchsorted(turns_L[trained], np.arange(len(of_turns)), side="right") - 1
-            # Several turns may have one token: `+=` with an index would add one of their rewards alone.
+            # Several turns may share a token: `+=` with an index would add only one of their rewards.
             np.add.at(result_L, trained[last.clip(min=0)], np.asarray(of_turns, np.float64))
         placed.append(result_L)
     return placed

@@ -3,10 +3,10 @@
     the trainer's shards ─gather─▶ bucket ─▶ Stream ─────────────────▶ transport ─▶ BackBuffer ─load─▶ Tensors.write
                                       └────▶ Staged (a copy) ─▶ …                 └─▶ InPlace ────────▶ Tensors.write
 
-A bucket is a one-dimensional uint8 tensor. Extra memory: on each rank that sends two buckets (`Stream`), and with
-``schedule: overlapped`` or ``encoding: delta`` a copy of its share in host memory (`Staged`); on a machine that serves
-one complete copy in host memory (`BackBuffer`: ``rollout.enable_dual_buffer``), or on each replica one bucket of each
-sender's (`InPlace`).
+A bucket is a one-dimensional uint8 tensor. Extra memory of each sending rank: two buckets (`Stream`), and with
+``schedule: overlapped`` or ``encoding: delta`` a copy of its share in host memory (`Staged`). Of each serving machine:
+one complete copy in host memory (`BackBuffer`, ``rollout.enable_dual_buffer``); or, of each replica, one bucket per
+sender (`InPlace`).
 
 Also here: lossless changes between two versions of the same bytes, as bit patterns of any dtype.
 
@@ -78,7 +78,7 @@ class Tensors:
     def __init__(self, manifest: Manifest, parts: Parts, device: torch.device | None = None) -> None:
         """Take ``parts`` of all tensors of the layout; their dtypes may differ: values are cast.
 
-        ``device``: what is written is brought there in one copy, and taken apart there; None: it is where they are.
+        ``device``: each bucket is first copied there as a whole; None: buckets are where the parts are.
         """
         self._slots = manifest.slots
         self._parts, self._device = parts, device
@@ -108,7 +108,7 @@ def pack(
     for start, stop in spans:
         bucket = buffer[: stop - start]
         if not complete:
-            # The buffer has the last bucket's bytes, and the ranks' buckets are summed: what others give must be zero.
+            # The buffer has the last bucket's bytes, and the ranks' buckets are summed: others' bytes must be zero.
             bucket.zero_()
         for room, values in shared_elements(manifest.slots, parts, start, bucket):
             room.copy_(values)
@@ -120,8 +120,8 @@ def shared_elements(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of the same elements, in ``data`` (flat bytes from ``offset`` on) and in ``parts``.
 
-    In order of the tensors, of each one's parts, and of a part's elements, row by row: how many elements a pair has may
-    depend on how the part lies in memory.
+    They come in order of the tensors, of each tensor's parts, and of a part's elements, row by row. The number of
+    elements in a pair may depend on the part's memory layout.
     """
     for slot, first, last in slots_in(slots, offset, offset + data.numel()):
         at = slot.offset + first - offset

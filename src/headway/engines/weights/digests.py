@@ -4,12 +4,12 @@
     rows, as they pass ▶ sums[c] += weight of row r × word (r, c)               modulo 2⁶⁴; all on the device
     at the end         ▶ digest = Σ mixed(key of c × sums[c]) + LENGTH × bytes    a few integers are read, once
 
-Weights and keys are odd numbers that look random. An odd weight loses nothing: a change that leaves at most one changed
-word in each column changes the digest, but for a chance of 2⁻⁶⁴ in the last step. Such is every change within 4,072
-neighbouring bytes, however it was made. Words that change places in one column have other weights there. `COLUMNS` is
-a prime, so that what repeats at a round distance does not stay in one column.
+Weights and keys are odd pseudo-random numbers. Odd weights lose no information: a change of at most one word per column
+changes the digest, except with probability 2⁻⁶⁴ in the last step. Every change within 4,072 neighbouring bytes is of
+this kind. Words swapped within one column are noticed because their weights differ. `COLUMNS` is a prime, so that
+patterns with a round period do not stay in one column.
 
-A sum may be added to in parts, also of a word, whose other bytes are zero then: where buckets end does not matter.
+Sums may be added to in parts, even of a word, with zeros for its other bytes: the ends of buckets do not matter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COPIED = 32 * COLUMNS * WORD
 _TOGETHER = 64
 """Number of tensors whose sums are mixed at once."""
 _KEYS = 2**40
-"""Number of the first key in the sequence of odd numbers, whose first ones are the weights of rows."""
+"""Index of the first key in the sequence of odd numbers, which begins with the weights of rows."""
 
 
 def digest(data: torch.Tensor) -> int:

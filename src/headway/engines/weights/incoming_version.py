@@ -1,8 +1,8 @@
 """One version on its way in: the memory that it arrives in, and the checks of each sender's share.
 
-    BackBuffer   beside what is served, in host memory, or on a device where it arrives on one: the old version serves
-                 until another one is loaded from there
-    InPlace      over what is served, while nothing decodes: torn weights serve nobody
+    BackBuffer   separate memory, on the host, or on a device if versions arrive there: the old version is served until
+                 the new one is loaded from it
+    InPlace      over the served weights, while nothing decodes: torn weights are never served
 
 "Checked": every bucket came once and in order, and the digest of each tensor is the sender's.
 """
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from headway.devices import Device
 
 Receive = Callable[[IncomingWeights], None]
-"""Function that lets one version come in, blocking."""
+"""Function that receives one version, blocking."""
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 """Function that locks pages of memory, for copies to a device, and returns one that undoes it."""
 
 
 NOTHING = -1
-"""Stamp of bytes that are no whole version."""
+"""Stamp of bytes that are no complete version."""
 _STAMP_BYTES = 8
 
 
@@ -52,8 +52,8 @@ class SharedBytes:
 
         one process   SharedBytes.reserve(n)  ─path─▶   others   SharedBytes.at(path, n)      each maps the same bytes
 
-    The memory has no name in any file system, so nothing of it outlives the processes that map it, however they end.
-    The stamp behind the bytes says which version they are: a reader sees by it that they were written over meanwhile.
+    The memory has no name in any file system, so it disappears with the processes that map it, however they end. The
+    stamp after the bytes is their version: it shows a reader whether the bytes were overwritten meanwhile.
 
     Example:
         >>> mine = SharedBytes.reserve(2)
@@ -79,7 +79,7 @@ class SharedBytes:
         short = f"no shared memory for {nbytes} bytes of weights (give this machine, or container, more memory)"
         with boundary(short, UpdateFailed):
             file = FileIO(os.memfd_create("headway-weights"), "r+")
-            # All of it before anything is written: memory that is short is an error here, and later a fault.
+            # Reserve all of it first: a shortage is an error here, but a crash (SIGBUS) at a later write.
             os.posix_fallocate(file.fileno(), 0, _size(nbytes))
             made = cls(file, nbytes)
         made.stamp = NOTHING  # new memory is zeros, which would be the stamp of version 0
@@ -103,7 +103,7 @@ class SharedBytes:
 
     @property
     def stamp(self) -> int:
-        """The version that the bytes are; `NOTHING` while they are none, or being written."""
+        """Version of the bytes; `NOTHING` if they are no complete version, or are being written."""
         return int(self._stamp.item())
 
     @stamp.setter
@@ -119,7 +119,7 @@ class SharedBytes:
 
 
 class DeviceBytes:
-    """Bytes [nbytes] of a device's memory, with a stamp as `SharedBytes` have: this process's alone."""
+    """Bytes [nbytes] of device memory, private to this process, with a stamp like `SharedBytes`."""
 
     path = None
 
@@ -149,7 +149,7 @@ class Arrival:
         self.manifest = manifest
         self._version, self._intake = version, intake
         self._due = 0
-        """Index of the bucket that comes next."""
+        """Index of the next bucket."""
         self._offset = manifest.start
         """Offset at which the bytes of the next bucket begin."""
         self._sent: tuple[int, ...] | None = None
@@ -214,12 +214,12 @@ class Intake(ABC):
         self.shares: list[Arrival] = []
         """Shares of the version that arrives, as they are expected."""
         self.torn = False
-        """True once a part of a version was written over the served weights, until all of it has come."""
+        """True while the served weights are partly overwritten by a version that is not complete."""
         self._copy: HostCopy | None = None
-        """The machine's copy that the version was mapped from; None where it was received, share by share."""
+        """The machine's copy from which the version was mapped; None if it was received share by share."""
 
     def fill(self, version: int, receive: Receive) -> ReceiveReport:
-        """Let ``receive`` put ``version`` in, all of it or nothing.
+        """Receive ``version`` by calling ``receive``: all of it or nothing.
 
         ``recv_s`` is the time until everything was there, ``register_s`` the time spent on checks. Raises
         `UpdateFailed` that says what is wrong, also when another version arrives; errors of ``receive`` itself pass
@@ -229,7 +229,7 @@ class Intake(ABC):
         return self.finish(version, receive, nullcontext())
 
     def finish(self, version: int, receive: Receive, within: AbstractContextManager[None]) -> ReceiveReport:
-        """Do what `fill` does once `state` has been told that ``version`` begins; receive it ``within`` a context."""
+        """Receive like `fill`, after `state` was told that ``version`` begins, ``within`` a context."""
         self.torn = False
         try:
             with within:
@@ -237,7 +237,7 @@ class Intake(ABC):
         except BaseException:
             self.state.fail(torn=self.torn)
             raise
-        # Behind the context, which waits for the device: a load would else read bytes that are still being copied.
+        # After the context, which waits for the device: a load would otherwise read bytes still being copied.
         self.state.complete()
         self.torn = False
         return report
@@ -322,12 +322,12 @@ class BackBuffer(Intake):
         """True where the memory is this process's own."""
         self._unpin: Callable[[], None] | None = None
         self._base = NOTHING
-        """Version that lay complete in memory of its own before another arrived: a delta may be applied to it."""
+        """Version that was complete in its own memory before another arrived, the base of deltas; `NOTHING` if none."""
         self._mapping = Lock()
 
     @property
     def version(self) -> int | None:
-        """The version that is staged, complete and checked; None while there is none, also once it was written over."""
+        """The version that is staged, complete and checked; None if there is none, or if it was overwritten."""
         whole = self._memory is not None and self._memory.stamp == self.state.staged
         return self.state.staged if whole else None
 
@@ -341,7 +341,7 @@ class BackBuffer(Intake):
         report = super()._take_in(version, receive)
         assert self._memory is not None
         if self._copy is None:
-            # Only now, with all bytes checked: whoever maps the memory trusts the stamp.
+            # Only now, with all bytes checked: processes that map the memory trust the stamp.
             self._memory.stamp = version
         return replace(report, path=None if self._memory.path is None else str(self._memory.path))
 
@@ -383,14 +383,14 @@ class BackBuffer(Intake):
             yield start, flat[start:stop]
 
     def loaded(self) -> None:
-        # The owner of mapped memory may have received the next version into it while this process read: only the stamp
-        # behind the bytes tells, and it has to be read after them.
+        # The owner of mapped memory may receive the next version into it while this process reads. Only the stamp shows
+        # that, and it has to be read after the bytes.
         if self._staged_memory().stamp != self.state.version:
             raise UpdateFailed(f"version {self.state.version} was written over by another one while it was loaded")
         super().loaded()
 
     def _own(self, device: Device) -> torch.Tensor:
-        """Memory of this process's own, which holds no version from now on: [nbytes] uint8. Any thread may ask.
+        """Return this process's own memory, which holds no version from now on: [nbytes] uint8. Thread-safe.
 
         ``device``: where the version arrives.
         """

@@ -1,4 +1,4 @@
-"""One version on its way out: as it is gathered, or from a complete copy that was made before.
+"""One version on its way out: sent while it is gathered, or from a complete copy made before.
 
     windows of flat bytes, as the ranks gather them
         ├─▶ Stream            one bucket at a time: the trainer is taken until the last one is sent
@@ -30,7 +30,7 @@ Window = tuple[int, torch.Tensor]
 
 
 class Stream:
-    """A version sent while it is gathered. Memory besides a window's own: the same on the host, if on a device."""
+    """A version sent while it is gathered. Extra memory: a window's size on the host if windows are on a device."""
 
     def __init__(self, manifest: Manifest, windows: Iterable[Window]) -> None:
         """Send ``windows`` in their order; drawing one raises `UpdateFailed` when they have gaps or end too early."""
@@ -48,7 +48,7 @@ class Stream:
     def __iter__(self) -> Iterator[Chunk]:
         began = time.perf_counter()
         for index, (offset, data) in enumerate(self._windows):
-            # Before it is sent: the window's memory is the next one's as soon as that is drawn.
+            # Before it is sent: drawing the next window reuses this one's memory.
             self._digests.add(offset, data)
             self.nbytes += data.numel()
             self.gather_s += time.perf_counter() - began
@@ -60,9 +60,9 @@ class Stream:
 
 
 class Staged:
-    """A copy of a rank's share of one version in host memory: ``manifest.nbytes``, and what a delta to it takes.
+    """Copy of a rank's share of one version in host memory, of ``manifest.nbytes``, with a delta to it if wanted.
 
-    With deltas that is, at the most, as much again, while nearly everything changes; a few per cent where little does.
+    A delta takes at most as much again, if nearly everything changes, and a few per cent if little changes.
     """
 
     def __init__(self, manifest: Manifest, bucket_bytes: int, *, with_delta: bool, pinned: bool = False) -> None:
@@ -89,11 +89,11 @@ class Staged:
         After any error the copy holds no version.
         """
         if version == self.version and self._gathered is not None:
-            deque(windows, maxlen=0)  # sent again: the copy is there, and so are the deltas to the version before
+            deque(windows, maxlen=0)  # sent again: the copy and its deltas already exist
             return self._gathered
         started = time.perf_counter()
         self._base = self.version if self._with_delta else None
-        # No version until all of it is there: gathering may fail half-way, and half a version must not be sent.
+        # No version until it is complete: gathering may fail half-way, and half a version must not be sent.
         self.version, self._deltas = None, {}
         running, changed = RunningDigests(self._manifest), 0
         # Not strict: windows that end too early are told by `finished`, which says after how many bytes.
@@ -104,7 +104,7 @@ class Staged:
                 whole.payload.copy_(host)
             else:
                 whole.payload.copy_(data)
-            # Of the copy, not of the window: what is sent is the copy, and a wrong copy is to be noticed.
+            # Digest of the copy, not of the window: the copy is sent, and receivers have to notice a wrong copy.
             running.add(offset, whole.payload)
         self._digests = running.finished()
         self.version = version

@@ -78,7 +78,7 @@ class OutgoingWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """The facts that receivers of a stored version have to know."""
+    """Data that receivers of a stored version need."""
 
     version: int
     headers: tuple[Header, ...]
@@ -89,7 +89,7 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A version that lies in a process of this machine, complete and checked: nothing of it has to be received."""
+    """A complete and checked version in another process of this machine: nothing has to be received."""
 
     version: int
     path: str
@@ -99,7 +99,7 @@ class HostCopy:
 
 
 class WeightSink(Protocol):
-    """The end at which a receiver puts what arrives. Raises `UpdateFailed` that says which bucket is wrong, and how."""
+    """Target into which a receiver puts arriving buckets. Raises `UpdateFailed`, which names the wrong bucket."""
 
     def room(self, header: Header, device: Device = "cpu") -> torch.Tensor:
         """Return the memory into which the payload has to be written: [payload_nbytes] uint8.
@@ -134,7 +134,7 @@ class WeightSender(Protocol):
     """A trainer rank's end of a transport. Blocking; runs on a worker's own thread."""
 
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion | None:
-        """Send ``weights`` until every receiver has everything, or all lies where receivers look (`StoredVersion`).
+        """Send ``weights``. Returns when every receiver has everything, or when all is stored (`StoredVersion`).
 
         Raises `UpdateFailed` within the transport's timeout when a receiver does not answer, and when what the
         transport needs (space, a store) is not there. Errors of ``weights`` itself pass through.
@@ -173,7 +173,7 @@ class StoredSender(ABC):
         return StoredVersion(version, tuple(headers), tuple(contents), weights.digests)
 
     def close(self) -> None:  # noqa: B027  # most leave what was stored where it is
-        """Remove what only this sender keeps."""
+        """Remove the data that only this sender keeps."""
 
     @abstractmethod
     def _put(self, version: int, chunk: Chunk) -> Any:
@@ -197,7 +197,7 @@ class StoredReceiver(ABC):
         sink.ended(stored.digests)
 
     def close(self) -> None:  # noqa: B027  # most keep nothing open
-        """Let go of what was opened."""
+        """Close everything that was opened."""
 
     @abstractmethod
     def _get(self, version: int, header: Header, content: Any, room: torch.Tensor) -> None:
@@ -209,8 +209,9 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Description by which both ends of a transport open it: where they meet, and by what. A transport takes what it
-    needs. That of ``local`` cannot be sent to other processes.
+    """Description of a transport, from which both ends open it. Each transport uses the fields that it needs.
+
+    A link of ``local`` cannot be sent to other processes.
     """
 
     transport: str
@@ -222,7 +223,7 @@ class Link:
     address: Address | None = None
     """The address of a TCP store, which the sender's process hosts."""
     generation: int = 0
-    """Number of this rendezvous in its run. After a failure, or for other members, the ends meet under a new number."""
+    """Number of this rendezvous in its run. After a failure, or for other members, the ends use a new number."""
     device: str = "cpu"
     """Device on which buckets lie at both ends, ``cpu`` or ``cuda``, for a transport that can carry either."""
     directory: Path | None = None
@@ -238,7 +239,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class EndContext:
-    """The means that one end of a transport has on the machine where it runs."""
+    """Resources of one end of a transport on its machine."""
 
     host: str | None = None
     """Address at which the other ends reach this machine."""

@@ -12,7 +12,7 @@ class Held(StrEnum):
     """Progress of the newest version at a receiver."""
 
     ABSENT = "absent"
-    """Nothing of it is here, or nothing any more."""
+    """No part of it is here, or no longer."""
     ARRIVING = "arriving"
     """Another thread receives it."""
     COMPLETE = "complete"
@@ -50,11 +50,11 @@ class ReceiverState:
         self.in_place = in_place
         self.held = Held.LOADED
         self.version = 0
-        """The version that `held` is about."""
+        """The version that `held` refers to."""
         self.served: int | None = 0
-        """The version that may be computed with, all of it; None while there is none."""
+        """The complete version that may be computed with; None while there is none."""
         self.problem: str | None = None
-        """The reason why there is none, and what to do."""
+        """Reason why no version is served, and what to do; None if one is."""
         self._lock = Lock()
         self._before: tuple[Held, int, int | None, str | None] = (self.held, self.version, self.served, self.problem)
 
@@ -107,7 +107,7 @@ class ReceiverState:
             self.held = Held.LOADING
 
     def tear(self) -> None:
-        """Note that the served weights are written over from now on: they are no whole version until it is `loaded`."""
+        """Note that the served weights are overwritten from now on: no complete version is served until `loaded`."""
         self._serve_none(
             f"its weights are torn: only a part of version {self.version} was written over them; "
             "stage and activate a whole version first"

@@ -2,7 +2,7 @@
 
 ServedWeights   the tensors that are served
 WeightMemory    their memory, which a sleeping engine gives back
-WeightUpdates   how new ones come, beside those that are served or over them; `ReceiverState` says how far they are
+WeightUpdates   receives new versions, in a back buffer or over the served ones; `ReceiverState` tracks their progress
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ServedWeights:
 
         Args:
             files: the tensors of the model's files.
-            parts: what is served here of each, all of it or a rank's part.
+            parts: the served part of each: all of it, or a rank's part.
         """
         self.device = device
         self.memory = WeightMemory(part.values for own in parts.values() for part in own)
@@ -86,7 +86,7 @@ class ServedWeights:
         def write(buffer: BackBuffer) -> None:
             for offset, part in buffer.windows(window):
                 target.write(offset, part)
-            kind.synchronize(self.device)  # copies are queued only: nobody may be told before that they are served
+            kind.synchronize(self.device)  # copies are only queued: wait before reporting the version as served
 
         if in_place:
             pinned = kind.pins_host_memory
@@ -113,8 +113,8 @@ class WeightMemory:
         there ──move_out──▶ kept  (a copy on the host) ──restore──▶ there
           └───────drop────▶ gone ──allocate─────────────────────────▶ there, its values unspecified
 
-    Whole storages change their size in place, so that every view of them (projections that share one packed matrix, the
-    forward pass's own references, tied weights) is right again as soon as the memory is.
+    Whole storages are resized in place, so that all their views (projections in one packed matrix, references of the
+    forward pass, tied weights) are valid again as soon as the memory is.
 
     Example:
         >>> weight = torch.ones(3)
@@ -195,7 +195,7 @@ async def outcome(work: Future[T]) -> T:
     If the waiting task is cancelled, ``work`` still runs, and its error is dropped.
     """
     waited = asyncio.wrap_future(work)
-    waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
+    waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio warns of a lost error
     return await asyncio.shield(waited)
 
 

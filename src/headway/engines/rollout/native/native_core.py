@@ -4,11 +4,11 @@
                   ▲               │
                   └───────────────┘ put_back (an interrupt, or no memory)
 
-A step is schedule ▶ launch ▶ read, and gives every active row exactly one token: rows that were decoding run one
-position; rows that just started take theirs from their prefill. Which rows run in a step depends on what was submitted
-and on the steps made so far, never on the time. Where the device works beside this thread, a step is launched before
-the tokens of the one before are read. Commands run between two steps: those that touch rows, weights or versions first
-read all tokens that were launched, so that they find what they would find without running ahead.
+A step is schedule ▶ launch ▶ read, and gives every active row exactly one token: decoding rows run one position; rows
+that just started get theirs from their prefill. The rows of a step depend on the submitted calls and the steps so far,
+never on the time. On a device that works asynchronously, a step is launched before the tokens of the step before are
+read. Commands run between two steps. Commands that touch rows, weights or versions first read all launched tokens, so
+that they find the same state as without running ahead.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class EngineCore:
     """Continuous batching over one model. Not thread-safe: one thread drives it.
 
     Args:
-        model: a decoder on the device that it is to be served from; its first weights are version 0.
+        model: a decoder on the device from which it is served; its first weights are version 0.
         name: name of the replica, for results and messages.
-        seed: the run's seed; with a trajectory's id, a call's key and a position it determines the uniform by which a
-            token is sampled.
+        seed: the run's seed; with a trajectory's id, a call's key and a position it determines the uniform number that
+            samples a token.
         slots: number of calls that decode at once.
         max_context: most tokens of context and continuation together.
-        max_batched_tokens: most tokens prefilled in one step, unless one context alone is longer.
-        kv_cache_bytes: for rows that decode and contexts kept for later calls, together. Where they are short, contexts
-            are prefilled again, and calls wait or are parked. Default: enough for ``slots`` of either kind.
-        recorder: of decoding steps, which are then replayed.
-        decode: token ids to text, to find stop strings; it gets the stop token too.
-        clock: seconds, the same clock as the events'.
-        temperature: of the run's sampling, for `probe`; each request has its own.
+        max_batched_tokens: most tokens prefilled in one step; a single context may be longer.
+        kv_cache_bytes: memory for decoding rows and for contexts kept for later calls. If it is short, contexts are
+            prefilled again, and calls wait or are parked. Default: enough for ``slots`` of either kind.
+        recorder: records decoding steps for replay.
+        decode: function from token ids to text, to find stop strings; it also gets the stop token.
+        clock: function that returns seconds, the same clock as the events'.
+        temperature: temperature of the run's sampling, for `probe`; each request has its own.
     """
 
     def __init__(
@@ -87,24 +87,24 @@ class EngineCore:
         """Calls that have ended, until `take_finished`."""
         self._activity = NativeActivity(clock)
         self._in_place = True
-        """True where calls keep the keys and values of old weights under new ones: after a pause that keeps them."""
+        """True if calls keep the keys and values of old weights under new ones: after a pause with ``keep``."""
         self._asleep = False
         self.version = 0
 
     @property
     def reproducible(self) -> bool:
-        """See `Capabilities`. What is parked for want of memory is prefilled again, which may change its last bits."""
+        """See `Capabilities`. Calls parked for lack of memory are prefilled again, which may change their last bits."""
         return self._runner.invariant and self._runner.roomy
 
     # ------------------------------------------------------------------------------------- commands
 
     def submit(self, client: Hashable, calls: Sequence[GenerateRequest]) -> None:
-        """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
+        """Queue all calls together, or none. Raises `DataError` for a call that cannot be served."""
         self._batch.contexts.expect(self._scheduler.submit(client, calls))
 
     def pause(self, policy: OnUpdate) -> Paused:
-        """Start to drain, or stop now; `draining` says whether the former is still under way."""
-        # A drain of what is paused already drains nothing: what the pause before it has kept stays kept.
+        """Start to drain, or stop now, as ``policy`` says; `draining` is True while a drain is under way."""
+        # A drain while already paused does nothing: what the earlier pause kept stays kept.
         if policy is not OnUpdate.DRAIN or self._scheduler.mode is not Mode.PAUSED:
             self._in_place = policy is OnUpdate.KEEP
         # Before rows are parked: tokens that were launched belong to their calls.
@@ -116,7 +116,7 @@ class EngineCore:
         return Paused(interrupted)
 
     def resume(self) -> None:
-        """Resume decoding. Raises `RunError` while asleep, and while there is no whole version to sample from."""
+        """Resume decoding. Raises `RunError` while asleep, and while no complete version is served."""
         if self._asleep:
             raise RunError(f"rollout engine {self.name} was told to resume while asleep; call wake() first")
         self.weights.state.check("resume")
@@ -126,7 +126,7 @@ class EngineCore:
     def start_writing(self, version: int, start: Callable[[int], Any]) -> Any:
         """Have ``start`` receive ``version`` over the served weights; returns its result.
 
-        Raises `UpdateFailed` unless nothing decodes, nor will before `resume`.
+        Raises `UpdateFailed` unless the engine is paused and nothing decodes.
         """
         if self._scheduler.mode is not Mode.PAUSED:
             raise UpdateFailed(
@@ -137,10 +137,10 @@ class EngineCore:
         return start(version)
 
     def activate(self, version: int, load: Callable[[], None]) -> float:
-        """Call ``load``, and stamp ``version`` on what is sampled from now on. Returns the seconds that it took.
+        """Call ``load``, and stamp ``version`` on tokens sampled from now on. Returns the seconds that it took.
 
-        Calls that are decoding keep the keys and values that they have, and so do the further calls of their episodes.
-        After a drain or an interrupt there are none.
+        Decoding calls, and further calls of their episodes, keep their keys and values. After a drain or an interrupt
+        there are none.
         """
         self._read(0)
         self._activity.stop()
@@ -152,28 +152,28 @@ class EngineCore:
         return self._clock() - start
 
     def abort(self, client: Hashable, numbers: Iterable[int]) -> None:
-        """End these calls as they are."""
+        """End these calls with the tokens they have."""
         self._end(self._scheduler.find(client, numbers))
 
     def abort_older_than(self, version: int) -> None:
-        """End the unfinished training calls with a token of an older version."""
+        """End the unfinished training calls that have a token of a version older than ``version``."""
         self._read(0)
         # After the reading: a call's oldest version is set when its first token is read.
         self._end(self._scheduler.older_than(version))
 
     def forget(self, client: Hashable) -> None:
-        """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
+        """Stop and drop all calls of ``client``, and the contexts kept for its episodes."""
         self._end(self._scheduler.of(client))
         self._finished = [finished for finished in self._finished if finished[0] != client]
         self._scheduler.forget(client)
         self._tree.leave(client)
 
     def release(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Give up what is kept for further calls of these episodes."""
+        """Free the contexts kept for further calls of these episodes."""
         self._tree.release(trajectories)
 
     def sleep(self, *, keep_weights: bool = True) -> None:
-        """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
+        """Free the KV cache and the weights' memory; decoding calls are parked. Raises `RunError` unless paused."""
         if self._scheduler.mode is not Mode.PAUSED:
             raise RunError(f"rollout engine {self.name} was told to sleep while decoding; pause it first")
         self.weights.state.check_unwritten("sleep")
@@ -184,16 +184,16 @@ class EngineCore:
         self.weights.sleep(keep=keep_weights)
 
     def wake(self) -> None:
-        """Take the memory again: the weights', with what was kept of them, and the KV cache's."""
+        """Allocate the memory of weights and KV cache again, and restore the weights if they were kept."""
         if self._asleep:
             self.weights.memory.restore()  # before the runner's, which derives copies from the weights
             self._runner.restore()
             self._asleep = False
 
     def probe(self) -> NDArray[np.float32] | None:
-        """Log-probs [8] of `headway.models.logprobs`'s sequences; None where a context is too short for them.
+        """Return the log-probs [8] of the probe (`headway.models.logprobs`); None if contexts are too short for it.
 
-        Nothing that decodes is touched. Raises `RunError` while there is no whole version to compute with.
+        Decoding calls are not touched. Raises `RunError` while no complete version is served.
         """
         sequences = probe_sequences(self._scheduler.vocabulary)
         if sequences.shape[1] > self._runner.max_context:
@@ -206,7 +206,7 @@ class EngineCore:
         return self._runner.score(sequences, PROBE_PREFILL, self._temperature).reshape(-1)
 
     def stats(self) -> EngineStats:
-        """The engine's activity since the last call of this method."""
+        """Return the engine's activity since the last call of this method."""
         stats = self._activity.take(self._batch.active, self._scheduler.waiting, self.version)
         stats.unpinned = self._tree.lost
         self._tree.lost = 0
@@ -216,7 +216,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True where a step would sample something, or return calls that have finished meanwhile."""
+        """True if a step would sample a token, or return calls that have finished meanwhile."""
         return bool(self._finished) or self._computes
 
     @property
@@ -239,7 +239,7 @@ class EngineCore:
             admission = self._batch.admission()
             self._scheduler.take(self.slots - self._batch.active, admission)
             ahead = 0
-            # Where all tokens were read, no row that is left is complete.
+            # Once all tokens are read, no remaining row is complete.
             if admission.shares or (self._batch.active and not (self._batch.unread and self._batch.rows.complete)):
                 self._batch.launch(admission, self.version, record)
                 ahead = self._runner.runs_ahead
@@ -253,9 +253,9 @@ class EngineCore:
         return finished
 
     def _read(self, ahead: int) -> None:
-        """Read the tokens of all steps but the last ``ahead``, and take out the rows that they end.
+        """Read the tokens of all steps but the last ``ahead``, and remove the rows that they end.
 
-        Where no row is left, nothing is ahead: what has been launched is of rows that had ended.
+        If no row is left, all steps are read: the launched ones belong to rows that had ended.
         """
         while self._batch.unread > (ahead if self._batch.active else 0):
             record, now, ended = self._batch.read(self._clock)
@@ -263,10 +263,9 @@ class EngineCore:
             self._activity.end(record)
 
     def _preempt(self) -> int:
-        """Make room for every row's next token; where there is not enough, the rows that came last are parked.
+        """Make room for every row's next token; if memory is short, park the newest rows. Returns the number parked.
 
-        Rows of validation are parked last. A parked call keeps what it wrote, and is the first to resume. Returns how
-        many were parked.
+        Rows of validation are parked last. A parked call keeps its tokens, and is the first to resume.
         """
         batch, parked = self._batch, 0
         if not batch.fits:
@@ -281,7 +280,7 @@ class EngineCore:
     # ------------------------------------------------------------------------------------- endings
 
     def _end(self, runs: Collection[RequestState]) -> None:
-        """Abort calls, wherever they are; those that have ended meanwhile finish."""
+        """Abort calls, queued or decoding. Calls that have ended meanwhile finish normally."""
         if runs:
             self._read(0)
         wanted = frozenset(runs)  # some may have ended while tokens were read: they are in no row now
@@ -290,25 +289,22 @@ class EngineCore:
         for run in waiting:
             if run.started is None:
                 self._batch.contexts.drop_waiting(run)
-        # The last row first: rows behind a removed one move up, and the others keep their numbers.
+        # The last row first: rows after a removed one move up, and earlier rows keep their numbers.
         ended = [self._batch.remove(row) for row in reversed(rows)] + waiting
         now = self._clock()
         self._finished += [(run.client, self._scheduler.finish(run, FinishReason.ABORTED, now)) for run in ended]
         self._settle()
 
     def _park(self) -> int:
-        """Take every decoding call off its row, keeping its tokens, and drop all that was computed for those to come.
-
-        Returns how many there were.
-        """
-        # The last row first: no other one moves.
+        """Park every decoding call, keeping its tokens, and drop all keys and values. Returns the number of calls."""
+        # The last row first: then no other row moves.
         parked = [self._batch.remove(row) for row in reversed(range(self._batch.active))]
         self._scheduler.put_back(parked)
         self._batch.contexts.clear()
         return len(parked)
 
     def _settle(self) -> None:
-        """Close the busy span and end a drain, where nothing is left to compute."""
+        """Close the busy span and end a drain, if nothing is left to compute."""
         if self.draining and not self._batch.active and not self._scheduler.queued:
             self._scheduler.drained()
         if not self._computes:
@@ -316,5 +312,5 @@ class EngineCore:
 
 
 def _later(run: RequestState) -> tuple[bool, int]:
-    """Sort key by which calls give way: the largest first, that is training before validation, then the youngest."""
+    """Return the sort key for parking, largest first: training before validation, then the newest call."""
     return run.trains, run.serial

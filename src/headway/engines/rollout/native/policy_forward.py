@@ -1,13 +1,13 @@
-"""Running the policy: the interface, and the path that takes a Hugging Face module exactly as it is.
+"""Running the policy: the interface, and a forward pass of the unchanged Hugging Face module.
 
-`ModuleForward` works for any decoder whose attention goes through a `transformers` cache, and is the reference that the
-faster path (`FusedForward`) is checked against.
+`ModuleForward` works for any decoder whose attention uses a `transformers` cache. It is the reference for checks of the
+faster `FusedForward`.
 
-On a CPU the queries of a prefill attend block by block: `BLOCK` of them, at fixed places, over the keys up to the
-block's end, whatever part of it is to be computed. A token's keys and values are then the same bits whether its context
-is prefilled whole or from some token on, and however long it is: matrix products, the other part of it, do not depend
-on what is beside a row (see `least_invariant_rows`). On a GPU, whose kernels of a step differ with its shape anyway,
-contexts attend in one call.
+On a CPU the queries of a prefill attend in blocks of `BLOCK` at fixed positions, over the keys up to the block's end,
+even if only part of the block is needed. A token's keys and values then have the same bits whether its context is
+prefilled as a whole or from some token on, and however long it is: matrix products, the other part, do not depend on
+other rows either (see `least_invariant_rows`). On a GPU a step's kernels depend on its shape anyway, and contexts
+attend in one call.
 
 Also here: decoding steps that are recorded once and replayed (`DecodeGraphs`).
 
@@ -33,36 +33,36 @@ from headway.errors import ModelError, said_by
 
 
 class PolicyForward(Protocol):
-    """A decoder's forward pass. It computes with the module's weights as of the last `refresh`."""
+    """Forward pass of a decoder. It computes with the module's weights as of the last `refresh`."""
 
     recordable: bool
-    """True where a step without contexts can be recorded (see `DecodeGraphs`): it never waits for the device, and the
-    weights that it reads stay where they are."""
+    """True if a step without contexts can be recorded (see `DecodeGraphs`): it never waits for the device, and its
+    weights stay at fixed addresses."""
     shares: bool
-    """True where a shared prompt can have an attention call of its own (see `SharedPrompts`)."""
+    """True if a shared prompt can have an attention call of its own (see `SharedPrompts`)."""
     in_blocks: bool
-    """True where neighbouring rows attend in blocks. On a GPU there is one block: a step takes as long as it has
-    kernels."""
+    """True if neighbouring rows attend in blocks. On a GPU there is one block: the number of kernels determines the
+    time of a step."""
     varlen: bool
-    """True where each row attends to its own length (see `VarlenDecode`): a step needs no blocks of rows with masks."""
+    """True if each row attends to its own length (see `VarlenDecode`): a step needs no blocks of rows with masks."""
 
     def step(
         self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run one token for each row that is ``decoding``, and all tokens of ``contexts``.
+        """Run one token for each row of ``decoding``, and all tokens of ``contexts``.
 
-        Every matrix product has at least ``least_rows`` rows (see `least_invariant_rows`), and so has ``decoding``, if
-        it is given: the result for a row or a context does not depend on the others.
+        Every matrix product has at least ``least_rows`` rows (see `least_invariant_rows`), and so must ``decoding`` if
+        given: the result for a row or a context does not depend on the others.
 
-        Returns the logits [A + C, V], of the rows and then at each context's last token, and keys and values
+        Returns the logits [A + C, V], of the rows and then of each context's last token, and the keys and values
         [layers, 2·kv_heads, P + T, head_dim] of each context.
         """
 
     def refresh(self) -> None:
-        """Derive packed weights and the like anew, after the module's weights were written."""
+        """Rebuild packed weights and other derived data after the module's weights were written."""
 
     def release(self) -> None:
-        """Free what was derived from the weights, until `refresh`."""
+        """Free all data derived from the weights, until `refresh`."""
 
 
 class ModuleForward:
@@ -91,7 +91,7 @@ class ModuleForward:
         """Do nothing: no copies are derived from the weights."""
 
     def release(self) -> None:
-        """Do nothing: no memory is held beside the module's own."""
+        """Do nothing: only the module itself holds memory."""
 
     def _prefill(self, contexts: Sequence[PrefillContext], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -104,14 +104,14 @@ class ModuleForward:
     def _run_blocks(
         self, contexts: Sequence[PrefillContext], least_rows: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Run contexts that are alike (see `PrefillBlocks`), block after block.
+        """Run contexts of equal start and last block (see `PrefillBlocks.alike`), block after block.
 
-        Returns the logits [V] at each one's last token, and keys and values [layers, 2·kv_heads, P + T, head_dim].
+        Returns for each the logits [V] of its last token, and keys and values [layers, 2·kv_heads, P + T, head_dim].
         """
         start, device = contexts[0].start, contexts[0].tokens.device
         lasts = [start + len(context.tokens) - 1 for context in contexts]
         blocks = self._blocks.cut(start, lasts[0] + 1)
-        contexts = [*contexts] * -(-least_rows // (len(contexts) * len(blocks[0])))  # some twice, if they are too few
+        contexts = [*contexts] * -(-least_rows // (len(contexts) * len(blocks[0])))  # repeated if they are too few
         pasts = [context.past for context in contexts if context.past is not None]
         store = _PrefillStore(self._geometry, torch.stack(pasts) if pasts else None)
         logits = torch.empty(0)
@@ -121,14 +121,14 @@ class ModuleForward:
                 part = context.tokens[max(block.start - start, 0) : block.stop - start]
                 at = max(start - block.start, 0)
                 row[at : at + len(part)] = part
-            # No more logits than are wanted, and enough of them.
+            # Only the needed logits, but at least `least_rows` of them.
             wanted = sorted({last - block.start for last in lasts}) if block is blocks[-1] else [0]
             wanted += [at for at in range(len(block)) if at not in wanted][: max(0, least_rows - len(wanted))]
-            # A block may end behind the longest context: positions beyond would leave the tables of learned ones.
+            # A block may end after the longest context: higher positions would exceed tables of learned positions.
             positions = torch.arange(block.start, block.stop, device=device).clamp_(max=self._last_position)
             known, kept = max(start - block.start, 0), torch.tensor(wanted, device=device)
             logits = self._run(ids, positions.expand_as(ids), self._blocks.masks(block), store.at(known), kept)
-        # Not strict: contexts that only fill the call up have rows, too.
+        # Not strict: contexts that only fill up the call have rows, too.
         results = zip(lasts, logits, torch.stack(store.stored).unbind(1), strict=False)
         return [(row[wanted.index(last - blocks[-1].start)], kv[:, :, : last + 1]) for last, row, kv in results]
 
@@ -148,8 +148,8 @@ class ModuleForward:
         store: Cache,
         kept: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [B, len(kept), V] at the positions ``kept``. A model with layers of both kinds takes both."""
-        # A four-dimensional mask is taken as it is, by every attention implementation that takes masks at all.
+        """Return logits [B, len(kept), V] at the positions ``kept``. If layers differ, the model gets both masks."""
+        # Every attention implementation that supports masks uses a four-dimensional one unchanged.
         full, windowed = (mask.expand(len(ids), 1, -1, -1) for mask in masks)
         output = self._model(
             input_ids=ids,
@@ -164,18 +164,18 @@ class ModuleForward:
 
 
 class _PrefillStore(Cache):
-    """Collects each layer's keys and values, behind those that are there."""
+    """Cache that appends each layer's keys and values to the earlier ones."""
 
     def __init__(self, geometry: KvGeometry, past: torch.Tensor | None) -> None:
-        """``past``: [C, layers, 2·kv_heads, P, head_dim]"""
+        """Start from ``past`` [C, layers, 2·kv_heads, P, head_dim]."""
         super().__init__(layers=[])
         self._geometry = geometry
         self._known = 0
         self.stored: list[torch.Tensor] = [] if past is None else list(past.unbind(1))
-        """[C, 2·kv_heads, T, head_dim] of each layer."""
+        """Keys and values [C, 2·kv_heads, T, head_dim] of each layer."""
 
     def at(self, known: int) -> _PrefillStore:
-        """Take the next block, of which the first ``known`` tokens are there."""
+        """Prepare for the next block, whose first ``known`` tokens are already cached."""
         self._known = known
         return self
 
@@ -199,7 +199,7 @@ class _PrefillStore(Cache):
 
 
 class _DecodeStore(Cache):
-    """Appends one token per row to the slots, and gives attention a view of them."""
+    """Cache that appends one token per row to the slots, and returns a view of them for attention."""
 
     def __init__(self, cache: SlotCache, addresses: torch.Tensor, span: int) -> None:
         super().__init__(layers=[])
@@ -217,44 +217,44 @@ logger = logging.getLogger(__name__)
 RECORDED_SPAN_STEP = 256
 """Spans of recorded steps are rounded up to a multiple of this."""
 MOST_RECORDED = 64
-"""Recorded shapes that are kept, the ones used last."""
+"""Number of recorded shapes that are kept: the most recently used."""
 REPLAY_TOLERANCE = 1e-2
-"""The difference of a replay's logits that is allowed, relative to the largest: the same kernels in the same order."""
+"""Allowed difference of a replay's logits, relative to the largest. It runs the same kernels in the same order."""
 
 
 def recorded_rows(rows: int) -> int:
-    """Rows of the recorded step that ``rows`` rows take part in: 1, 2, 4, 8 and the multiples of 16."""
+    """Return the number of rows of the recorded step for ``rows`` rows: 1, 2, 4, 8 or a multiple of 16."""
     return next((few for few in (1, 2, 4, 8) if rows <= few), -(-rows // 16) * 16)
 
 
 class DecodeGraphs:
-    """Runs decoding steps in one cache by recording and replaying them: on a GPU one launch, where a step is a hundred.
+    """Records and replays decoding steps in one cache: on a GPU one launch instead of about a hundred.
 
-    A kernel of a small model takes less time than its launch from Python, so that the GPU waits. A CUDA graph holds a
-    step's kernels with all their addresses: it fits one number of rows, one span of attention and one division of the
-    KV cache, and reads the weights, the cache and the step's own inputs where they lay when it was recorded. Steps are
-    therefore filled up to a few numbers of rows, their spans rounded up, and each such shape is recorded when it comes
-    for the first time. Steps in which prompts start are not recorded: their shapes hardly ever come again.
+    A kernel of a small model takes less time than its launch from Python, so the GPU waits. A CUDA graph holds a step's
+    kernels with all their addresses. It fits one number of rows, one attention span and one division of the KV cache,
+    and reads weights, cache and inputs at their addresses during the recording. Therefore steps are filled up to a few
+    numbers of rows, spans are rounded up, and each such shape is recorded on its first use. Steps in which prompts
+    start are not recorded: their shapes hardly ever recur.
 
-    Where a step cannot be recorded, or what is replayed is not what was computed, all steps run as they are.
+    If a step cannot be recorded, or a replay gives another result, all steps run without recordings.
     """
 
     def __init__(
         self, forward: PolicyForward, cache: SlotCache, recorder: GraphRecorder, block_of: Callable[..., RowBlock]
     ) -> None:
-        """``block_of``: `RowBlock.of` for the model's windows and dtype."""
+        """Set up. ``block_of``: `RowBlock.of` for the model's windows and dtype."""
         self._forward, self._cache, self._recorder, self._block_of = forward, cache, recorder, block_of
         self.recorded: OrderedDict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, Compute]] = OrderedDict()
-        """By rows, span and room: the tensors that a graph reads tokens and lengths from, and its replay."""
+        """(rows, span, room) -> the graph's input tensors for tokens and lengths, and its replay."""
         self._logits: torch.Tensor | None = None
-        """[slots, V] which every recorded step writes."""
+        """Logits [slots, V], written by every recorded step."""
         self.works = True
         """True as long as no recording has failed."""
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor, positions: int, least_rows: int) -> torch.Tensor | None:
         """One token for each row: ``tokens`` [A] at ``lengths`` [A], all below ``positions``; logits [A, V].
 
-        The result is memory of its own. None where steps cannot be recorded.
+        The result has its own memory. None if steps cannot be recorded.
         """
         if not self.works:
             return None
@@ -264,29 +264,29 @@ class DecodeGraphs:
         if not self._forward.varlen:
             span = min(-(-positions // RECORDED_SPAN_STEP) * RECORDED_SPAN_STEP, span)
         shape = (rows, span, self._cache.room)
-        # Copies: a graph reads what it was recorded with at each replay, and the caller changes its own in place.
+        # Copies: a graph reads its recorded input tensors at each replay, and the caller changes its own in place.
         tokens, lengths = _filled(tokens, rows), _filled(lengths, rows)
         if shape not in self.recorded:
             return self._record(shape, tokens, lengths)[:wanted]
         self.recorded.move_to_end(shape)
-        # Into the tensors that the graph has recorded: it reads their addresses, whatever Python calls them.
+        # Into the recorded tensors: the graph reads at their addresses.
         its_tokens, its_lengths, replay = self.recorded[shape]
         its_tokens[:] = tokens
         its_lengths[:] = lengths
         replay()
         assert self._logits is not None
-        # A copy: the next replay writes over them, perhaps before the host has read these.
+        # A copy: the next replay overwrites the logits, perhaps before the host has read them.
         return self._logits[:wanted].clone()
 
     def clear(self) -> None:
-        """The cache's memory or the weights' is about to be another: forget what was recorded."""
-        # Before the memory goes: a graph that is replayed later uses its addresses, whoever has them by then.
+        """Forget all recordings, before the memory of cache or weights is replaced."""
+        # First: a later replay would use the old addresses, even if the memory has a new owner.
         self.recorded.clear()
         self._logits = None
         self._recorder.reset()
 
     def _record(self, shape: tuple[int, int, int], tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Record the step and compare a replay with it; its logits [A, V]."""
+        """Record the step, and compare a replay with it. Returns its logits [A, V]."""
         rows, span, _ = shape
 
         def forward() -> torch.Tensor:
@@ -303,13 +303,13 @@ class DecodeGraphs:
 
         try:
             replay = self._recorder.record(compute)
-            written.zero_()  # so that a replay that computes nothing does not pass with what recording left there
+            written.zero_()  # or a replay that computes nothing would pass with the recording's results
             replay()
         except RuntimeError as cause:
             self._give_up(f"a step of {rows} rows could not be recorded: {said_by(cause.__context__ or cause)}")
             return expected
         difference = float((written - expected).abs().max() / expected.abs().max().clamp(min=1))
-        if not difference <= REPLAY_TOLERANCE:  # holds also for NaN
+        if not difference <= REPLAY_TOLERANCE:  # also True for NaN
             self._give_up(f"a replayed step of {rows} rows differs from the step by {difference:.2g}, relative")
             return expected
         self.recorded[shape] = tokens, lengths, replay
@@ -326,5 +326,5 @@ class DecodeGraphs:
 
 
 def _filled(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """A copy of ``values``, zero-padded to [rows]: an unused row decodes token 0 at position 0."""
+    """Return a copy of ``values``, zero-padded to [rows]: an unused row decodes token 0 at position 0."""
     return F.pad(values, (0, rows - len(values))) if len(values) < rows else values.clone()

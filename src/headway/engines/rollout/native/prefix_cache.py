@@ -1,18 +1,18 @@
-"""The prefix cache's bookkeeping: which blocks of memory hold the keys and values of which contexts. No tensor.
+"""The prefix cache's bookkeeping: which blocks of memory hold the keys and values of which contexts. Has no tensors.
 
-A context is cut into blocks of `BLOCK` tokens. A block is found by what is before it and by its own token ids, which
-are compared, not only hashed: the cache is a tree, and a context a way down from its root.
+A context is cut into blocks of `BLOCK` tokens. The cache is a tree, and a context is a path from its root. A block is
+found by the blocks before it and by its own token ids, which are compared, not only hashed.
 
     root ─▶ tokens 0..31 ─▶ 32..63 ─▶ 64..76 of episode a (its last block, in part)
                                  └──▶ 64..95 of episode b ─▶ …
 
-What is computed by decoding differs in its last bits from what a prefill computes for the same tokens. Blocks with
-sampled tokens, and all that follow them, are therefore found by their own episode alone, so that others that come by
-the same tokens change no bit of it. Whole blocks of prompts are shared by all episodes.
+For the same tokens, decoding and prefill give keys and values that differ in their last bits. Therefore only their own
+episode finds blocks with sampled tokens, and all blocks after them: an episode's bits do not depend on other episodes
+with the same tokens. Whole blocks of prompts are shared by all episodes.
 
-Blocks of open episodes are pinned. Of the others, the least recently used goes first, from the end of its context. When
-all are pinned, those of episodes that decode at the moment lose their pins, for they have everything in a row; then the
-youngest open episode loses its own, which is counted.
+Blocks of open episodes are pinned. Of the others, the least recently used is evicted first, from the end of its
+context. If all are pinned, episodes that are decoding lose their pins first, as they have everything in a row; then the
+youngest open episode loses its pins, which is counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from headway.data.types import TrajectoryId
 
 BLOCK = 32
-"""Tokens of a block."""
+"""Number of tokens in a block."""
 
 Ids = NDArray[np.integer]
 
@@ -40,15 +40,15 @@ class _CacheNode:
     parent: _CacheNode | None
     ids: Ids
     owner: TrajectoryId | None
-    """The one episode that finds it; None: all do."""
+    """The only episode that finds the block; None: all do."""
     given: int
-    """Leading tokens that were prefilled behind shared ones: any episode would compute the same bits."""
+    """Number of leading tokens that were prefilled after shared ones: any episode would compute the same bits."""
     block: int
     """Number of the block; -1 for a root."""
     pins: int = 0
-    """Contexts of open episodes that begin with it."""
+    """Number of contexts of open episodes that contain the block."""
     children: dict[Hashable, list[_CacheNode]] = field(default_factory=dict)
-    """Blocks that follow, by their `key`: one by its tokens, any number by an owner."""
+    """`key` -> blocks that follow: one under a key of tokens, any number under an owner's."""
 
     @property
     def key(self) -> Hashable:
@@ -56,7 +56,7 @@ class _CacheNode:
         return _key(self.ids) if self.owner is None else self.owner
 
     def way(self) -> list[_CacheNode]:
-        """The block and all before it, up to the root."""
+        """Return the block and all blocks before it, up to the root."""
         way: list[_CacheNode] = []
         node = self
         while node.parent is not None:
@@ -67,7 +67,7 @@ class _CacheNode:
 
 @dataclass(slots=True, eq=False)
 class _OpenEpisode:
-    """An open episode: one that may call again."""
+    """An open episode, which may call again."""
 
     holder: Hashable
     root: _CacheNode
@@ -79,18 +79,18 @@ class _OpenEpisode:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Part of a context that the cache has."""
+    """Part of a context that was found in the cache."""
 
     blocks: tuple[int, ...] = ()
     length: int = 0
-    """Number of tokens; the last block may count in part."""
+    """Number of tokens found; the last block may count in part."""
     shared: int = 0
     """Number of leading tokens whose keys and values all episodes share; none of them was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Tokens ``start`` to ``stop`` of a context, to be copied into ``block``, from its position ``offset`` on."""
+    """Copy of a context's tokens ``start`` to ``stop`` into ``block``, from its position ``offset`` on."""
 
     block: int
     offset: int
@@ -99,7 +99,7 @@ class BlockCopy:
 
 
 class PrefixCache:
-    """The tree of blocks. Numbers of blocks are below `limit`, the lowest free one is taken first.
+    """The tree of blocks. Block numbers are below `limit`; the lowest free number is used first.
 
     Example:
         >>> cache, episode = PrefixCache(limit=8), TrajectoryId(0, 0, 0, 0)
@@ -120,14 +120,14 @@ class PrefixCache:
         """Drop everything; all episodes count as not open."""
         self._root = _root()
         self._nodes: dict[int, _CacheNode] = {}
-        """Nodes by block."""
+        """Number of a block -> its node."""
         self._free: list[int] = []
-        """Heap of free blocks below `top`."""
+        """Heap of the numbers of free blocks below `top`."""
         self.top = 0
         """All blocks from here on are free."""
         self._unpinned: OrderedDict[_CacheNode, None] = OrderedDict()
-        """Blocks that may go, the least recently used first. A block comes before the one that it follows in a context:
-        who uses it uses both."""
+        """Blocks that may be evicted, the least recently used first. A block stands before its predecessor in the
+        context, which is used whenever the block is."""
         self.episodes: dict[TrajectoryId, _OpenEpisode] = {}
         """Open episodes, the youngest last."""
 
@@ -138,7 +138,7 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- contexts
 
     def find(self, ids: Ids, trajectory: TrajectoryId) -> Found:
-        """Find the longest part of the context ``ids`` [T] that is there for an episode, from its beginning on."""
+        """Find the longest prefix of the context ``ids`` [T] that is cached for an episode."""
         node, length, shared = self._root_of(trajectory), 0, 0
         way: list[_CacheNode] = []
         while length < len(ids):
@@ -152,16 +152,16 @@ class PrefixCache:
             if common < BLOCK:
                 break
             node = child
-        for node in reversed(way):  # the end of a context first: what it follows must not go before it
+        for node in reversed(way):  # the end of a context first: a block must not be evicted before its successors
             if node in self._unpinned:
                 self._unpinned.move_to_end(node)
         return Found(tuple(node.block for node in way), length, shared)
 
     def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[BlockCopy]:
-        """Keep the context ``ids`` [T] of an open episode. Returns what has to be copied for that.
+        """Keep the context ``ids`` [T] of an open episode. Returns the copies to make.
 
-        The first ``shared`` tokens were prefilled behind shared ones. Keeps nothing for an episode that is
-        not open, and only a part where memory runs out and this is the youngest.
+        The first ``shared`` tokens have keys and values that all episodes share. Keeps nothing for an episode that is
+        not open, and only a part if memory runs out and this is the youngest episode.
         """
         if (episode := self.episodes.get(trajectory)) is None:
             return []
@@ -181,11 +181,11 @@ class PrefixCache:
                 self._nodes[block] = child
                 node.children.setdefault(child.key, []).append(child)
                 copies.append(BlockCopy(block, 0, start, start + len(chunk)))
-            child.pins += 1  # it has to stay while room is made for the rest
+            child.pins += 1  # it must not be evicted while room is made for the rest
             self._unpinned.pop(child, None)
             node = child
         way = node.way()
-        before = [leaf for leaf in episode.leaves if leaf in way]  # ends of its earlier contexts, which this one has
+        before = [leaf for leaf in episode.leaves if leaf in way]  # ends of its earlier contexts that this one contains
         episode.leaves = [leaf for leaf in episode.leaves if leaf not in way] + way[:1]
         for leaf in before:
             self._unpin(leaf)
@@ -200,12 +200,12 @@ class PrefixCache:
         episode.running += 1
 
     def end(self, trajectory: TrajectoryId) -> None:
-        """Note that a call of an episode decodes no longer."""
+        """Note that a call of an episode stopped decoding."""
         if (episode := self.episodes.get(trajectory)) is not None:
             episode.running = max(0, episode.running - 1)
 
     def release(self, trajectories: Iterable[TrajectoryId]) -> None:
-        """Give up what is kept for these episodes alone: they are over."""
+        """Drop the blocks that only these episodes find: the episodes are over."""
         for trajectory in trajectories:
             if (episode := self.episodes.pop(trajectory, None)) is not None:
                 for leaf in episode.leaves:
@@ -216,7 +216,7 @@ class PrefixCache:
         self.release([trajectory for trajectory, episode in self.episodes.items() if episode.holder == holder])
 
     def renew(self) -> None:
-        """Keep blocks only for the open episodes that use them, as the weights have changed."""
+        """Restrict all blocks to the open episodes that use them, as the weights have changed."""
         self._root = _root()
         while self._evict():
             pass
@@ -224,7 +224,7 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- memory
 
     def resize(self, limit: int) -> list[tuple[int, int]]:
-        """Keep to blocks below ``limit``; the blocks that move for that, as (from, to), in this order."""
+        """Restrict blocks to numbers below ``limit``. Returns the moves that this needs, as (from, to), in order."""
         self.limit = limit
         while len(self._nodes) > limit:
             if not self._evict():
@@ -233,7 +233,7 @@ class PrefixCache:
             return []
         moves = []
         self._free = [block for block in self._free if block < limit]
-        heapq.heapify(self._free)  # what is left of a heap need not be one
+        heapq.heapify(self._free)  # a part of a heap need not be a heap
         for block in sorted(block for block in self._nodes if block >= limit):
             target = heapq.heappop(self._free)
             node = self._nodes[target] = self._nodes.pop(block)
@@ -243,7 +243,7 @@ class PrefixCache:
         return moves
 
     def _take(self, episode: _OpenEpisode) -> int | None:
-        """Take a block for ``episode``, which is storing; None where all are pinned by older ones."""
+        """Take a block for ``episode``, which is storing; None if older episodes pin all blocks."""
         while len(self._nodes) >= self.limit:
             if not self._evict() and self._unpin_youngest(episode) is episode:
                 return None
@@ -254,16 +254,16 @@ class PrefixCache:
         return self.top - 1
 
     def _evict(self) -> bool:
-        """Drop the least recently used block that may go, if there is one."""
+        """Drop the least recently used block without a pin. Returns False if there is none."""
         if not self._unpinned:
             return False
         self._remove(next(iter(self._unpinned)))
         return True
 
     def _unpin_youngest(self, storing: _OpenEpisode | None) -> _OpenEpisode:
-        """Take the pins of the youngest open episode: of those first that have everything in a row.
+        """Remove the pins of the youngest open episode; first of episodes that have everything in a row.
 
-        One that is ``storing`` may be that, without a pin yet.
+        The chosen episode may be ``storing``, which may have no pin yet.
         """
         holding = [episode for episode in self.episodes.values() if episode.leaves or episode is storing]
         in_rows = [episode for episode in holding if episode.running and episode is not storing]
@@ -277,14 +277,14 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- the tree
 
     def _root_of(self, trajectory: TrajectoryId) -> _CacheNode:
-        """The root for an episode: the one its contexts are under, even after `renew`; else the current."""
+        """Return the root for an episode: that of its existing contexts, even after `renew`; else the current root."""
         episode = self.episodes.get(trajectory)
         return episode.root if episode is not None and (episode.leaves or episode.running) else self._root
 
     def _next(self, node: _CacheNode, chunk: Ids, trajectory: TrajectoryId) -> tuple[_CacheNode | None, int]:
-        """Best child of ``node`` for ``chunk``, and its number of matching tokens.
+        """Return the best child of ``node`` for ``chunk``, and its number of matching tokens.
 
-        The episode's own, unless a shared one has the same bits and more of them.
+        It is the episode's own child, unless a shared one matches more tokens with the same bits.
         """
         own, common = self._own(node, chunk, trajectory)
         if own is not None and (common > own.given or common == len(chunk)):
@@ -294,7 +294,7 @@ class PrefixCache:
         return own, common
 
     def _own(self, node: _CacheNode, chunk: Ids, trajectory: TrajectoryId) -> tuple[_CacheNode | None, int]:
-        """The child of ``node`` that its episode alone finds with the most tokens of ``chunk``, and how many."""
+        """Return the episode's own child of ``node`` with the most matching tokens of ``chunk``, and their number."""
         best, most = None, 0
         for child in node.children.get(trajectory, ()):
             if (common := _common(child.ids, chunk)) > most:
@@ -304,7 +304,7 @@ class PrefixCache:
     def _extended(
         self, node: _CacheNode, chunk: Ids, start: int, trajectory: TrajectoryId, copies: list[BlockCopy]
     ) -> _CacheNode | None:
-        """A child of the episode's own that holds ``chunk``, or that does when what is missing is added at its end."""
+        """Return an own child of the episode that holds ``chunk``, possibly after the missing tokens are appended."""
         child, common = self._own(node, chunk, trajectory)
         if child is None or common == len(chunk):
             return child
@@ -315,7 +315,7 @@ class PrefixCache:
         return child
 
     def _unpin(self, leaf: _CacheNode, *, drop: bool = False) -> None:
-        """Unpin a context by its end. ``drop``: blocks that only its episode finds go at once."""
+        """Unpin a context, given its last block. ``drop``: free the blocks that only its episode finds at once."""
         for node in leaf.way():
             node.pins -= 1
             if not node.pins:
@@ -324,7 +324,7 @@ class PrefixCache:
                     self._remove(node)
 
     def _remove(self, node: _CacheNode) -> None:
-        """Free the block of a node that nothing follows."""
+        """Free the block of a node without children."""
         assert node.parent is not None
         siblings = node.parent.children[node.key]
         siblings.remove(node)
@@ -339,17 +339,17 @@ def _root() -> _CacheNode:
 
 
 def _shared(node: _CacheNode, chunk: Ids) -> _CacheNode | None:
-    """The child of ``node`` that holds ``chunk`` for all episodes."""
+    """Return the child of ``node`` that holds ``chunk`` for all episodes; None if there is none."""
     return next(iter(node.children.get(_key(chunk), ())), None)
 
 
 def _key(chunk: Ids) -> bytes:
-    # Ids come as int32 and as int64: equal tokens have to have equal bytes.
+    # Ids may be int32 or int64: equal tokens need equal bytes.
     return chunk.astype(np.int32, copy=False).tobytes()
 
 
 def _common(first: Ids, second: Ids) -> int:
-    """Number of leading tokens that two blocks have in common."""
+    """Return the number of leading tokens that two blocks have in common."""
     most = min(len(first), len(second))
     same = first[:most] == second[:most]
     return most if same.all() else int(same.argmin())

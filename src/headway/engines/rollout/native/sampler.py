@@ -1,8 +1,8 @@
-"""Sampling for a whole batch at once, with randomness from a row's key and position, never from time or batch.
+"""Sampling for a whole batch at once. A row's randomness comes from its key and position, never from time or batch.
 
     logits [A, V] ─▶ biases, penalty, temperature, filters ─▶ log-probs ─▶ inverse CDF at one uniform per row ─▶ token
 
-Beside it, what sampling reads and what ends an answer: tokens seen (`SeenTokens`) and stop strings (`completed`).
+Also here: the tokens that a row has seen (`SeenTokens`), for penalties, and the check for stop strings (`completed`).
 
 Shape suffixes: A rows of the batch, V vocabulary.
 """
@@ -30,12 +30,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class BatchSampling:
-    """The sampling options of each row of a batch; None where no row asks for it, so that the common case costs
-    nothing.
-    """
+    """Sampling options of each row of a batch. An option is None if no row uses it, so that the common case is free."""
 
     temperature: torch.Tensor | None = None
-    """[A, 1] float32; 1 for greedy rows, whose log-prob is the unscaled softmax's."""
+    """[A, 1] float32; 1 for greedy rows: their log-probs come from the unscaled softmax."""
     top_k: torch.Tensor | None = None
     """[A, 1] int64."""
     top_p: torch.Tensor | None = None
@@ -47,11 +45,11 @@ class BatchSampling:
     penalty: torch.Tensor | None = None
     """[A, 1] float32."""
     seen: torch.Tensor | None = None
-    """[A, V] bool: what the penalty is for."""
+    """[A, V] bool: True at the tokens that the penalty applies to."""
     biased: torch.Tensor | None = None
-    """[2, E] int64: rows and tokens, no pair twice."""
+    """[2, E] int64: rows and tokens of the biased logits, each pair once."""
     bias: torch.Tensor | None = None
-    """[E] float32: what is added to their logits."""
+    """[E] float32: numbers added to the `biased` logits."""
 
     @classmethod
     def of(
@@ -69,11 +67,11 @@ class BatchSampling:
     def numbers(
         rows: Sequence[SamplingParams], vocabulary: int, written: NDArray[np.int64] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Gather the parameters of a batch's rows, by field. Greedy rows are neither scaled nor filtered.
+        """Return the sampling parameters of a batch's rows: field -> array. Greedy rows are not scaled or filtered.
 
-        ``written``: [A] tokens that each row has, for ``min_tokens``. Default: none yet.
+        ``written``: [A] number of tokens that each row has, for ``min_tokens``. Default: 0.
         """
-        kinds = {id(params): params for params in rows}.values()  # a batch has few, and hashing them all is slow
+        kinds = {id(params): params for params in rows}.values()  # few different ones; hashing all is slow
         numbers: dict[str, NDArray[Any]] = {}
 
         def column(
@@ -98,12 +96,12 @@ class BatchSampling:
 
 
 def _bias(rows: Sequence[SamplingParams], written: NDArray[np.int64] | None) -> dict[tuple[int, int], float]:
-    """Sums that are added to logits, by row and token."""
+    """Return the sums to add to logits: (row, token) -> sum."""
     entries: dict[tuple[int, int], float] = {}
     for row, params in enumerate(rows):
         for token, bias in params.logit_bias:
             entries[row, token] = entries.get((row, token), 0.0) + bias
-        # Behind the biases: none of them may lift a stop token that is barred.
+        # After the biases: none of them may lift a barred stop token.
         if params.min_tokens > (0 if written is None else written[row]):
             entries.update({(row, token): -math.inf for token in params.stop_token_ids})
     return entries
@@ -114,12 +112,12 @@ def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor)
 
     Args:
         logits: [A, V], any floating dtype; computed on in float32.
-        sampling: how each row is sampled.
+        sampling: sampling options of each row.
         uniform: [A] float64 in [0, 1).
 
     Returns:
-        Tokens [A] int64, and their log-probs [A] float32 (nats) under the distribution that they were sampled from:
-        after all that `SamplingParams` lists; for greedy rows, without temperature and filters.
+        Tokens [A] int64, and their log-probs [A] float32 (nats) under the distribution from which they were sampled:
+        after all steps of `SamplingParams`; for greedy rows, without temperature and filters.
     """
     if has_kernel(logits.device):
         return _by_kernel(logits, sampling, uniform)
@@ -131,7 +129,7 @@ def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor)
 
 
 def _by_kernel(logits: torch.Tensor, s: BatchSampling, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what `sample` does in one kernel. Fails where there is no Triton."""
+    """Sample like `sample`, in one kernel. Raises an error without Triton."""
     from headway.engines.rollout.native.sampling_kernel import sample_rows
 
     adjusted = _adjusted(logits, s)
@@ -142,9 +140,9 @@ def _by_kernel(logits: torch.Tensor, s: BatchSampling, uniform: torch.Tensor) ->
 
 
 def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
-    """float32 log-probs [A, V] of the distribution that tokens are drawn from; -inf for filtered tokens.
+    """Return float32 log-probs [A, V] of the distribution that tokens are drawn from; -inf for filtered tokens.
 
-    The steps that `SamplingParams` lists are applied in that order, each to the result of the one before.
+    The steps of `SamplingParams` are applied in the order listed there, each to the result of the step before.
     """
     logits = _adjusted(logits.float(), sampling)
     if sampling.temperature is not None:
@@ -159,7 +157,7 @@ def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.T
 
 
 def _adjusted(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
-    """Logits [A, V] with biases and penalties, in float32 if there are any."""
+    """Return logits [A, V] with biases and penalties, in float32 if there are any."""
     if sampling.biased is not None and sampling.bias is not None:
         rows, tokens = sampling.biased
         logits = logits.float()
@@ -192,7 +190,7 @@ def has_kernel(device: torch.device) -> bool:
             float((ours.cpu().float() - of.float()).abs().max()) for ours, of in zip(on_device, expected, strict=True)
         )
         why = "" if wrong <= 1e-3 else f"what one kernel gives differs by {wrong:.2g}"  # also for NaN
-    except Exception as cause:  # Triton's own errors are of no common kind, and it may be missing
+    except Exception as cause:  # Triton's errors have no common base, and it may be missing
         why = f"one kernel cannot be had ({said_by(cause)})"
     if why:
         logger.warning("tokens are sampled by many operations on %s: %s", device, why)
@@ -200,7 +198,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Logits with -inf outside the filters. The most likely token always stays; ties go to the lower index."""
+    """Return logits with -inf outside the filters. The most likely token always stays; ties go to the lower index."""
     # Stable: of equal logits, of which bfloat16 has many, the same ones are cut each time.
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
@@ -218,22 +216,23 @@ def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Ten
 
 
 def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[A] the first token whose cumulative probability exceeds ``uniform``; never one of probability zero.
+    """Return for each row the first token whose cumulative probability exceeds ``uniform``: [A].
 
-    The cumulative sum is taken in float64 and scaled by its own end, so that it cannot stop short of the uniform.
+    It never has probability 0. The cumulative sum is in float64 and divided by its total, so that it always exceeds the
+    uniform in the end.
     """
     probs = logprobs.exp()
     cumulative = probs.cumsum(-1, dtype=torch.float64)  # in float32 the tail of a large vocabulary is lost to rounding
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
-    # From the right: a uniform of 0 would else draw a first token of probability 0.
+    # Search from the right: otherwise a uniform of 0 would draw a first token of probability 0.
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
     return tokens.squeeze(1)
 
 
 class SeenTokens:
-    """The tokens that each decoding row has, in its prompt or its answer: what a repetition penalty is about.
+    """Flags of the tokens in each decoding row's prompt and answer, for repetition penalties.
 
-    The flags, a row per slot, are made when the first trajectory comes that has a penalty.
+    The flags, a row per slot, are allocated for the first trajectory with a penalty.
 
     Example:
         >>> seen = SeenTokens(slots=2, vocabulary=4, device=torch.device("cpu"))
@@ -249,15 +248,15 @@ class SeenTokens:
         self._flags: torch.Tensor | None = None
 
     def add(self, row: int, tokens: NDArray[np.integer]) -> None:
-        """``row`` begins with these. Only for a trajectory that has a penalty."""
+        """Start ``row`` with these tokens. Only for a trajectory with a penalty."""
         if self._flags is None:
             self._flags = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        # The row still has the flags of the call that was there before.
+        # The row still has the flags of the call before.
         self._flags[row] = False
         self._flags[row, to_device([tokens.astype(np.int64)], self._device)[0]] = True
 
     def record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note for each of ``rows`` [R], which have a penalty, the one of ``tokens`` [A] that it has got."""
+        """Note the new token of each of ``rows`` [R], which have a penalty; ``tokens`` [A] are those of all rows."""
         if self._flags is not None and len(rows):
             self._flags[rows, tokens[rows]] = True
 
@@ -266,21 +265,21 @@ class SeenTokens:
             self._flags[target] = self._flags[source]
 
     def of(self, active: int) -> torch.Tensor | None:
-        """[active, V] of rows 0..active-1; meaningless for those without a penalty."""
+        """Return the flags [active, V] of rows 0..active-1; meaningless for rows without a penalty."""
         return None if self._flags is None else self._flags[:active]
 
 
 MARGIN = 4
-"""Further tokens to look at: at the start of a piece, a tokenizer may drop a space or have half a character."""
+"""Number of further tokens to decode: at the start, a tokenizer may drop a space or have half a character."""
 
 
 def window(stop: Sequence[str]) -> int:
-    """Tokens at the end of an answer that can have a part of one of ``stop``: each has a byte of it, at least."""
+    """Return the number of last tokens that may contain one of ``stop``: each token has at least one byte of it."""
     return max(len(text.encode()) for text in stop) + MARGIN
 
 
 def completed(tail: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> bool:
-    """Tell whether the last of ``tail``, an answer's last `window` tokens, completed one of ``stop``."""
+    """Tell whether the last token of ``tail``, an answer's last `window` tokens, completed one of ``stop``."""
     now, before = decode(tail), decode(tail[:-1])
-    old = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character that was half there is new
+    old = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character that was incomplete before counts as new
     return any(text in now[max(0, old - len(text) + 1) :] for text in stop)

@@ -1,10 +1,10 @@
-"""Sampling of a whole batch in one kernel: what `sampler` does in some twenty operations, without sorting anything.
+"""Sampling of a whole batch in one kernel, without sorting; `sampler` takes some twenty operations for it.
 
     a program for each row ─▶ maximum ─▶ least logit that the filters leave ─▶ its mass in each block ─▶ token, log-prob
 
-Of the tokens in order of their logits, filters leave the first ones. Where they end is found by searching for the
-last one's logit, two bits of it at a time: tokens with at least that logit number k, or weigh top-p. Tokens that are
-equally likely as the last one are taken from the lowest index on, as by a stable sort.
+Filters keep the first tokens in order of their logits. The kernel searches for the logit of the last kept token, two
+bits at a time: the tokens with at least that logit number k, or weigh top-p. Tokens that are as likely as the last one
+are kept from the lowest index on, as by a stable sort.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
-"""Tokens of the vocabulary that a program holds at once."""
+"""Number of tokens of the vocabulary that a program holds at once."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _logits(row, start, SIZE: tl.constexpr, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scaled logits [BLOCK] from ``start`` on, -inf behind the end."""
+    """Return the scaled logits [BLOCK] from ``start`` on, -inf after the end."""
     at = start + tl.arange(0, BLOCK)
     logits = tl.load(row + at, mask=at < SIZE, other=float("-inf")).to(tl.float32)
     scaled = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
-    return tl.where(scaled == 0, 0.0, scaled)  # of the two zeros, which are equal, one
+    return tl.where(scaled == 0, 0.0, scaled)  # -0.0 and 0.0 are equal: use one of them
 
 
 @triton.jit
 def _key(logits):  # type: ignore[no-untyped-def]
-    """Numbers of 32 bits in the order of ``logits``."""
+    """Map ``logits`` to 32-bit integers in the same order."""
     bits = logits.to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(logits, most, least, COUNTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 for each token that may be sampled, or else its probability, as a share of the most likely token's."""
+    """Return each token's weight: 1 if ``COUNTED``, else its probability relative to the most likely token."""
     there = (logits >= least) & (logits > float("-inf"))
     if COUNTED:
         return there.to(tl.float32)
@@ -44,7 +44,7 @@ def _weights(logits, most, least, COUNTED: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum(row, SIZE: tl.constexpr, temperature, most, least, key, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights of the tokens behind ``key``, and of those with at least it, added up."""
+    """Return two sums of weights: of the tokens above ``key``, and of the tokens at or above it."""
     behind, beside = tl.full((), 0, tl.float64), tl.full((), 0, tl.float64)
     for start in range(0, SIZE, BLOCK):
         logits = _logits(row, start, SIZE, temperature, BLOCK)
@@ -57,7 +57,7 @@ def _sum(row, SIZE: tl.constexpr, temperature, most, least, key, COUNTED: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _last(row, SIZE: tl.constexpr, temperature, most, least, wanted, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest key such that the tokens with at least it weigh ``wanted``."""
+    """Return the largest key such that the tokens at or above it weigh at least ``wanted``."""
     key, unit = tl.full((), 0, tl.uint32), tl.full((), 1 << 30, tl.uint32)
     for _ in range(16):
         first, second, third = tl.full((), 0, tl.float64), tl.full((), 0, tl.float64), tl.full((), 0, tl.float64)
@@ -104,7 +104,7 @@ def _sample_rows(  # type: ignore[no-untyped-def]
         most = tl.maximum(most, largest)
         broken += tl.sum(((logits != logits) | (logits == float("inf"))).to(tl.int32))
 
-    # What the filters leave: all tokens behind `key`, and ``equal`` of those that have it.
+    # Tokens kept by the filters: all above `key`, and ``equal`` of those at `key`.
     least = tl.full((), float("-inf"), tl.float32)
     if min_ps is not None:
         least = most + tl.log(tl.load(min_ps + number))
@@ -153,7 +153,7 @@ def _sample_rows(  # type: ignore[no-untyped-def]
     weights = tl.where(kept, _weights(logits, most, least, False), 0.0).to(tl.float64)
     at = chosen * BLOCK + tl.arange(0, BLOCK)
     token = tl.min(tl.where((before + tl.cumsum(weights, 0) > threshold) & (weights > 0), at, SIZE), 0)
-    # The two sums may differ in the last bit: the block's last token of its kind stands in where none is left.
+    # The two sums may differ in the last bit: if no token is left, use the block's last token of its kind.
     token = tl.where(token < SIZE, token, tl.max(tl.where(weights > 0, at, 0), 0))
     logit = tl.sum(tl.where(at == token, logits, 0.0), 0)
     if greedies is not None:

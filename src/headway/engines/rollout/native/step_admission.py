@@ -1,11 +1,11 @@
-"""Admission to a step, and what a call that starts need not prefill.
+"""Admission of calls to a step, and contexts that starting calls need not prefill.
 
-    StepAdmission   how many waiting calls start: as many as there are slots, memory and prefill budget for
+    StepAdmission   how many waiting calls start: as many as slots, memory and prefill budget allow
     KeptContexts    prefills that further calls will start from, and contexts between two calls of their episodes, in
                     memory that decoding rows leave
 
-Rows come first: where they need the memory, blocks of contexts give way (see `prefix_cache`). An open episode is in a
-row or in blocks. There is memory for as many of them as there are slots, unless ``rollout.kv_cache_gib`` gives less.
+Rows come first: if they need the memory, blocks of contexts are evicted (see `prefix_cache`). An open episode is in a
+row or in blocks. There is memory for one open episode per slot, unless ``rollout.kv_cache_gib`` gives less.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headway.engines.rollout.scheduler import RequestState
 
 
 def context_key(run: RequestState) -> bytes:
-    """The key of a call's own context."""
+    """Return the key of a call's own context."""
     return run.request.input_ids.tobytes()
 
 
@@ -32,11 +32,11 @@ class Share:
     """Calls that start in one step from the same context, which is prefilled at most once."""
 
     ids: NDArray[np.int64]
-    """[P] the context."""
+    """Tokens [P] of the context."""
     found: Found
-    """The part of the context that the prefix cache has."""
+    """Part of the context found in the prefix cache."""
     prefilled: Prefilled | None
-    """The whole context: of an earlier prefill, or of this step once it has run."""
+    """Result for the whole context, from an earlier prefill or from this step; None before it has run."""
     runs: list[RequestState] = field(default_factory=list)
     missing: int = field(init=False)
     """Number of tokens to prefill."""
@@ -53,24 +53,23 @@ class Share:
 class KeptContexts:
     """Store of computed contexts from which later calls start.
 
-    Calls that wait with the same context start from one prefill, with its logits. As calls start in order, there is
-    usually one such prefill for each priority; there are more if calls of many contexts were submitted in turn, and the
-    oldest are dropped where they take too much memory. A tree of blocks has the contexts between two calls of an
-    episode.
+    Waiting calls with the same context start from one prefill, with its logits. As calls start in order, usually one
+    such prefill per priority is kept. There are more if calls of many contexts were submitted in turn; the oldest are
+    dropped if they take too much memory. A tree of blocks keeps the contexts between two calls of an episode.
     """
 
     def __init__(self, tree: PrefixCache, most: int) -> None:
-        """``most``: tokens of prefills to keep, unless one context alone is longer."""
+        """Set up. ``most``: most tokens of prefills to keep; a single context may be longer."""
         self.tree = tree
         """The contexts between two calls, and their episodes."""
         self._most = most
         self._waiting = Counter[bytes]()
-        """Calls that have not started, by context."""
+        """Context -> number of calls that have not started."""
         self._prefills: dict[bytes, Prefilled] = {}
-        """Prefills by context, the oldest first."""
+        """Context -> its prefill, oldest first."""
         self._running: dict[RequestState, int | None] = {}
-        """Calls of open episodes in rows, and the number of their leading tokens that all episodes share; None where
-        the context will not be kept."""
+        """Call of an open episode in a row -> number of its leading tokens that all episodes share; None if the context
+        will not be kept."""
 
     # ------------------------------------------------------------------------------------- calls
 
@@ -79,7 +78,7 @@ class KeptContexts:
         self._waiting.update(context_key(run) for run in runs)
 
     def drop_waiting(self, run: RequestState) -> None:
-        """Note that a call has started, or never will."""
+        """Note that a call has started or never will."""
         key = context_key(run)
         self._waiting[key] -= 1
         if not self._waiting[key]:
@@ -87,13 +86,13 @@ class KeptContexts:
             self._prefills.pop(key, None)
 
     def share(self, run: RequestState, ids: NDArray[np.int64], found: Found) -> Share:
-        """A share for ``run``, whose context is ``ids`` [P], with the prefill that is kept for it if there is one."""
+        """Make a share for ``run``, whose context is ``ids`` [P], with the prefill kept for it if there is one."""
         # What others had prefilled has no bit of what the call's episode sampled before.
         kept = run.started is None and found.shared == found.length
         return Share(ids, found, self._prefills.get(context_key(run)) if kept else None)
 
     def start(self, share: Share) -> None:
-        """Note that the calls of ``share`` have rows, and start from its prefill; others may wait for a copy of it."""
+        """Note that the calls of ``share`` have rows and start from its prefill. Keep a copy for waiting calls."""
         assert share.prefilled is not None
         for run in share.runs:
             if run.started is None:
@@ -103,17 +102,17 @@ class KeptContexts:
                 self._running[run] = share.shared if run.request.goes_on else None
                 self.tree.begin(run.request.trajectory, run.client)
         key = context_key(share.runs[0])
-        if share.runs[0].started is not None or share.shared < len(share.ids):  # these bits are of its episode alone
+        if share.runs[0].started is not None or share.shared < len(share.ids):  # only its episode may see these bits
             return
         if key not in self._waiting or key in self._prefills:
             return
-        self._prefills[key] = share.prefilled.copy()  # of its own memory: a view would keep the whole step's
+        self._prefills[key] = share.prefilled.copy()  # with its own memory: a view would keep the whole step's
         while len(self._prefills) > 1 and sum(kept.kv.shape[2] for kept in self._prefills.values()) > self._most:
             del self._prefills[next(iter(self._prefills))]
 
     def end(self, run: RequestState) -> int | None:
-        """Note that a call loses its row. Returns the number of leading tokens of its context that all episodes share;
-        None where the context is not to be kept.
+        """Note that a call loses its row. Returns the number of leading tokens of its context that all episodes share,
+        or None if the context is not kept.
         """
         if run not in self._running:
             return None
@@ -121,7 +120,7 @@ class KeptContexts:
         return self._running.pop(run)
 
     def clear(self, *, in_place: bool = False) -> None:
-        """Drop everything; ``in_place``: open episodes keep their contexts, though the weights are new."""
+        """Drop everything. ``in_place``: open episodes keep their contexts, although the weights are new."""
         self._prefills.clear()
         if in_place:
             self.tree.renew()
@@ -131,35 +130,35 @@ class KeptContexts:
 
 @dataclass(slots=True, kw_only=True)
 class StepAdmission:
-    """Decides which waiting calls start in one step. It is asked in order, until it refuses one."""
+    """Decides which waiting calls start in one step. Call it for each in order, until it refuses one."""
 
     rows: int
-    """Rows that decode already, and those of admitted calls."""
+    """Number of decoding rows plus admitted calls."""
     positions: int
     """Number of positions of the longest row, its next token included."""
     budget: int
-    """Most tokens that the step may still prefill; one context alone may be longer."""
+    """Most tokens that the step may still prefill; a single context may be longer."""
     fits: Callable[[int, int], bool]
-    """Tells whether the KV cache has memory for (rows, positions)."""
+    """Function of (rows, positions) that tells whether the KV cache has memory for them."""
     contexts: KeptContexts
     """Contexts that calls need not prefill."""
     shares: dict[Hashable, Share] = field(default_factory=dict)
-    """Admitted calls: those that start anew by `context_key` and cached blocks, parked ones by themselves."""
+    """Key -> admitted calls: (`context_key`, cached blocks) for calls that start anew, the call itself if parked."""
 
     @property
     def starting(self) -> list[RequestState]:
-        """Admitted calls, in the order of their rows: those of a share are neighbours."""
+        """Return the admitted calls in the order of their rows: calls of a share are neighbours."""
         return [run for share in self.shares.values() for run in share.runs]
 
     def __call__(self, run: RequestState) -> bool:
-        """Tell whether ``run`` starts, too."""
+        """Tell whether ``run`` also starts."""
         ids = run.context
         # At most up to the last token, whose logits are wanted.
         found = self.contexts.tree.find(ids[:-1], run.request.trajectory)
         key = (context_key(run), found.blocks) if run.started is None else run
         share = self.shares.get(key) or self.contexts.share(run, ids, found)
         missing = 0 if share.runs else share.missing
-        # The first one starts whatever its length: a context above the budget would wait for ever.
+        # The first one starts whatever its length: a context above the budget would otherwise wait for ever.
         if self.shares and missing > self.budget:
             return False
         positions = max(self.positions, len(ids) + 1)

@@ -1,7 +1,7 @@
-"""A step and its attention: rows that decode, contexts to prefill, shared prompts, masks, and who attends to what.
+"""A step and its attention: decoding rows, contexts to prefill, shared prompts, masks and attention calls.
 
-Decoding rows attend to the cache, contexts to their past and themselves. The fused forward pass runs the attention; the
-module's own takes rows, contexts and masks alone.
+Decoding rows attend to the cache, contexts to their past and themselves. The fused forward pass runs this attention;
+the module's own forward pass uses only rows, contexts and masks.
 
 Shape suffixes: A decoding rows, C contexts, N tokens, H query heads, K key-value heads, D head_dim.
 """
@@ -22,11 +22,11 @@ from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.engines.rollout.native.supported_models import Windows
 
 LEAST_TOKENS = 128
-"""Tokens of the shortest prompt with an attention call of its own: with fewer, the call costs more than it saves."""
+"""Length in tokens of the shortest prompt with an attention call of its own: for fewer, the call costs more."""
 LEAST_CALLS = 4
-"""Calls of the smallest group whose prompt has an attention call of its own."""
+"""Number of calls of the smallest group whose prompt has an attention call of its own."""
 TOGETHER = 8
-"""Rows of one attention call to a prompt."""
+"""Number of rows of one attention call to a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SharedPrompt:
     """Up to `TOGETHER` rows that share a prompt."""
 
     rows: NDArray[np.int64]
-    """[1 … TOGETHER]"""
+    """Indices of the rows: 1 to `TOGETHER` of them."""
     length: int
     """Number of tokens of the prompt."""
 
@@ -62,15 +62,15 @@ class SharedPrompts:
         self._prompts[row] = (self._generation, ids.tobytes(), len(ids)) if apart else None
 
     def move(self, source: int, target: int) -> None:
-        """The call in ``source`` takes the place of the one in ``target``, which has left."""
+        """Move the call in row ``source`` to row ``target``, whose call has left."""
         self._prompts[target] = self._prompts[source]
 
     def renew(self) -> None:
-        """New weights are served: what starts from now on has other keys and values of the same prompt."""
+        """Note that new weights are served: calls that start from now on have other keys and values of a prompt."""
         self._generation += 1
 
     def of(self, active: int) -> list[SharedPrompt]:
-        """The prompts of rows 0..active-1 that are attended to apart, each once for every `TOGETHER` rows."""
+        """Return the separately attended prompts of rows 0..active-1, each once for every `TOGETHER` rows."""
         rows_of: dict[tuple[int, bytes, int], list[int]] = {}
         for row, prompt in enumerate(self._prompts[:active]):
             if prompt is not None:
@@ -83,43 +83,43 @@ class SharedPrompts:
 
 
 class PrefillBlocks:
-    """The blocks of queries that attend together in a prefill, and their masks over all keys up to their own end.
+    """Blocks of queries that attend together in a prefill, and their masks over all keys up to the block's end.
 
-    On a CPU blocks are `BLOCK` queries at fixed places (see `policy_forward`), elsewhere all of a context's.
+    On a CPU a block is `BLOCK` queries at fixed positions (see `policy_forward`), elsewhere a whole context.
     """
 
     def __init__(self, windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> None:
         self._causal = partial(windows.causal, dtype=dtype, device=device)
         self._window = windows.size
         self.fixed = device.type == "cpu"
-        """Blocks are at fixed places."""
+        """True if blocks are at fixed positions."""
         if self.fixed:
             self._end = -(-max_context // BLOCK) * BLOCK
             # A mask depends only on how far a key is before a query: that of an early block is the end of the last's.
             self._last = self._masks(range(self._end - BLOCK, self._end))
 
     def cut(self, start: int, stop: int) -> list[range]:
-        """Cut positions ``start`` to ``stop`` into blocks; the first may begin before, and the last end behind."""
+        """Cut positions ``start`` to ``stop`` into blocks. The first may begin earlier, the last may end later."""
         if not self.fixed:
             return [range(start, stop)]
         return [range(first, first + BLOCK) for first in range(start // BLOCK * BLOCK, stop, BLOCK)]
 
     def masks(self, block: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Full and windowed mask [len(block), block.stop]: 0 where the queries of ``block`` attend, else -inf."""
+        """Return full and windowed mask [len(block), block.stop]: 0 where queries of ``block`` attend, else -inf."""
         if not self.fixed:
             return self._masks(block)
         full, windowed = self._last
         return full[:, self._end - block.stop :], windowed[:, self._end - block.stop :]
 
     def least_masks(self, block: range) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The same; None where SDPA's own causal mask is meant, which needs no memory."""
+        """Return the masks like `masks`, but None for a mask that SDPA's own causal mask replaces without memory."""
         if self.fixed or block.start > 0:
             return self.masks(block)
         fills = self._window is not None and len(block) > self._window
         return None, self._causal(block, windowed=True) if fills else None
 
     def alike(self, contexts: Sequence[PrefillContext]) -> list[list[int]]:
-        """Indices of contexts that begin at the same place and end in the same block, together."""
+        """Group the indices of contexts that begin at the same position and end in the same block."""
         groups: dict[tuple[int, int], list[int]] = {}
         for index, context in enumerate(contexts):
             last = self.cut(context.start, context.start + len(context.tokens))[-1]
@@ -143,13 +143,13 @@ class RowBlock:
     windowed: torch.Tensor
     """Mask like ``mask`` for layers with a sliding window: 0 only for the last tokens of each row."""
     first: int = 0
-    """Tokens of each row that come before: those of its prompt, which are attended to apart."""
+    """Number of skipped tokens of each row: those of its prompt, which are attended to separately."""
 
     @classmethod
     def of(
         cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype, first: int = 0
     ) -> RowBlock:
-        """Select ``rows`` of those whose new token is at ``lengths`` [A]."""
+        """Make the block of ``rows``, given the positions ``lengths`` [A] of all rows' new tokens."""
         newest = lengths[rows.start : rows.stop, None]
         positions = torch.arange(first, first + span, device=lengths.device)
         zeros = torch.zeros(len(rows), span, dtype=dtype, device=lengths.device)
@@ -166,13 +166,13 @@ class Decoding:
     tokens: torch.Tensor
     """[A]"""
     lengths: torch.Tensor
-    """[A] positions of the tokens."""
+    """Positions [A] of the tokens."""
     cache: SlotCache
     """Cache that stores the rows' keys and values."""
     blocks: list[RowBlock]
-    """Blocks that together have each row once; none where the forward pass is `varlen`."""
+    """Blocks that together have each row once; empty if the forward pass is `varlen`."""
     prompts: Sequence[SharedPrompt] = ()
-    """Prompts that rows attend to apart, where the forward pass `shares` them."""
+    """Prompts that rows attend to separately, if the forward pass `shares` them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class PrefillContext:
     tokens: torch.Tensor
     """[T], at least one."""
     past: torch.Tensor | None = None
-    """[layers, 2·kv_heads, P, head_dim] keys and values of the P tokens before; None: there are none."""
+    """Keys and values [layers, 2·kv_heads, P, head_dim] of the P tokens before; None if there are none."""
 
     @property
     def start(self) -> int:
@@ -206,13 +206,13 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 VECTORS = 32
-"""Numbers in float32 that an elementwise operation computes at once: two vector registers of the largest size."""
+"""Number of float32 values that an elementwise operation computes at once: two of the largest vector registers."""
 
 
 def attend_to_prompt(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let `TOGETHER` rows attend to all of one prompt, in one call of always the same shape.
+    """Let up to `TOGETHER` rows attend to a whole prompt, in one call whose shape is always the same.
 
     ``queries`` [M ≤ TOGETHER, K, H/K, D], ``keys`` and ``values`` [K, P, D]. Returns the outputs like ``queries``, and
     the log-sum-exp [M, K, H/K] of their scores.
@@ -226,12 +226,12 @@ def attend_to_prompt(
 
 
 def _merged(own: torch.Tensor, total: torch.Tensor, other: torch.Tensor, of_other: torch.Tensor) -> torch.Tensor:
-    """Attention to two sets of keys, from the outputs [M, K, H/K, D] and log-sum-exps [M, K, H/K] for each of them.
+    """Merge attention to two sets of keys, given outputs [M, K, H/K, D] and log-sum-exps [M, K, H/K] for each set.
 
-    Writes over ``own``.
+    Overwrites ``own``.
     """
-    # The sigmoid of what is left beside whole vector registers is computed in another way, to other bits: rows are
-    # filled up to whole ones. The rest is single operations: a fused one may round by its place, too.
+    # The sigmoid of a remainder that fills no whole vector register has other bits: rows are filled up to whole ones.
+    # The rest is single operations: a fused one may also round by position.
     difference = (total - of_other).flatten(1)
     wide = F.pad(difference, (0, -difference.shape[1] % VECTORS))
     share = torch.sigmoid(wide)[:, : difference.shape[1]].reshape(total.shape).unsqueeze(-1).to(own.dtype)
@@ -240,9 +240,9 @@ def _merged(own: torch.Tensor, total: torch.Tensor, other: torch.Tensor, of_othe
 
 @torch.inference_mode()
 def places_do_not_matter(shape: AttentionShape) -> bool:
-    """Tell whether a row's attention to a prompt is the same bits in whichever place of the call it is."""
+    """Tell whether a row's attention to a prompt has the same bits at every place in the call."""
     noise = torch.Generator().manual_seed(0)
-    for tokens in (LEAST_TOKENS, 513):  # 513: another cut of the keys than into whole blocks of the kernel's
+    for tokens in (LEAST_TOKENS, 513):  # 513: not a multiple of the kernel's blocks of keys
         sizes = ((TOGETHER, shape.kv_heads, shape.heads // shape.kv_heads), (shape.kv_heads, tokens))
         queries, keys, values = (
             torch.randn(*size, shape.head_dim, generator=noise).to(shape.dtype) for size in (*sizes, sizes[1])
@@ -258,7 +258,7 @@ def places_do_not_matter(shape: AttentionShape) -> bool:
 
 
 class DecodeAttention:
-    """Rows that run one token each: where they are in a step, and how they attend."""
+    """Attention of rows that run one token each, and their places in a step."""
 
     def __init__(self, shape: AttentionShape, decoding: Decoding) -> None:
         self._shape = shape
@@ -290,7 +290,7 @@ class DecodeAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _to_prompts(self, layer: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [A, K, H/K, D] of attention to the prompts alone, and log-sum-exps [A, K, H/K]; else undefined."""
+        """Return outputs [A, K, H/K, D] and log-sum-exps [A, K, H/K] of attention to prompts; undefined elsewhere."""
         outputs, totals = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
         for rows, reads, length in self._prompts:
             keys, values = self._cache.view(layer, reads, reads + 1, length)
@@ -302,23 +302,23 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """Contexts that begin at the same place and end in the same block: they attend side by side.
+    """Contexts that begin at the same position and end in the same block: they attend in one batch.
 
-    Their queries and keys are laid out from a block's beginning to a block's end. Where a context has no token, that of
-    another place stands in: no token looks there, and what comes of it is dropped.
+    Their queries and keys are laid out from a block's start to a block's end. A place without a token gets another
+    token as padding: no token attends to it, and its result is dropped.
     """
 
     count: int
     known: int
-    """Leading places of the layout whose tokens are there already."""
+    """Number of leading places of the layout whose tokens are already cached."""
     laid: torch.Tensor | None
-    """[C · span] the token of the step that is laid at each place; None: all tokens in their order."""
+    """Index [C · span] of the step's token at each place; None: all tokens in their order."""
     places: torch.Tensor | None
-    """[N] the place of each token."""
+    """Place [N] of each token."""
     past: torch.Tensor | None
     """[C, layers, 2K, P, D]"""
     queries: tuple[tuple[slice, int, tuple[torch.Tensor | None, torch.Tensor | None]], ...]
-    """The calls of a layer: places of the queries, keys that they attend to, and their masks, full and windowed."""
+    """Attention calls of a layer: places of the queries, number of keys, and (full, windowed) masks."""
 
     def attend(self, layer: int, qkv: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
         """[N, H + 2K, D] → [N, H·D]"""
@@ -339,7 +339,7 @@ class _Alike:
 
 
 class PrefillAttention:
-    """Contexts to prefill: where their tokens are in a step, and how they attend."""
+    """Attention of contexts to prefill, and the places of their tokens in a step."""
 
     def __init__(self, shape: AttentionShape, contexts: Sequence[PrefillContext], blocks: PrefillBlocks) -> None:
         self._shape = shape
@@ -370,7 +370,7 @@ class PrefillAttention:
         )
 
     def kv(self) -> list[torch.Tensor]:
-        """Keys and values [layers, 2K, P + T, D] of each context, in the order given."""
+        """Return the keys and values [layers, 2K, P + T, D] of each context, in the order given."""
         stored = torch.stack(self._stored).transpose(1, 2).split(self._lengths, dim=2)
         whole = [
             kv if context.past is None else torch.cat([context.past, kv], dim=2)

@@ -1,9 +1,8 @@
 """Models that the native engine can run: checks of a config before anything starts, and the preparation of a module.
 
-Also here: the sizes of its keys and values, and its attention's windows, as its config has them.
+Also here: the sizes of a model's keys and values, and its attention windows, from its config.
 
-What no config tells is found when the engine starts, by a short trial
-(`headway.engines.rollout.native.fused_forward`).
+A short trial at the engine's start finds what a config does not tell (`headway.engines.rollout.native.fused_forward`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from headway.errors import ModelError, said_by
 
 
 def check_kind(config: PreTrainedConfig, max_context: int) -> None:
-    """Raise `ModelError` for a model whose config says that the engine's cache or masks are not for it."""
+    """Raise `ModelError` if the config shows that the engine's cache or masks do not suit the model."""
     text, why = config.get_text_config(), ""
     kind = text.model_type
     if kind == "bloom" or (kind == "falcon" and text.alibi):
@@ -40,7 +39,7 @@ def has_experts(config: PreTrainedConfig) -> bool:
 
 
 def not_served(config: PreTrainedConfig, why: str) -> ModelError:
-    """Return the error for a model that only another engine might run: which it is, of what kind, and ``why``."""
+    """Return the error for a model that only another engine might run; it names the model, its kind, and ``why``."""
     path = getattr(config, "_name_or_path", "")
     which = f"model.path={path}" if path else "the model"
     return ModelError(
@@ -50,9 +49,9 @@ def not_served(config: PreTrainedConfig, why: str) -> ModelError:
 
 
 def prepare_model(model: PreTrainedModel, max_context: int) -> None:
-    """Bring ``model`` into the state in which it is served: evaluation mode, tied weights tied, maskable attention.
+    """Prepare ``model`` for serving: evaluation mode, tied weights, and attention that takes masks.
 
-    Raises `ModelError` when a context of ``max_context`` tokens is more than the model was made for.
+    Raises `ModelError` if ``max_context`` is more than the model supports.
     """
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -81,7 +80,7 @@ def prepare_model(model: PreTrainedModel, max_context: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """The sizes of a decoder's keys and values."""
+    """Sizes of a decoder's keys and values."""
 
     layers: int
     kv_heads: int
@@ -108,19 +107,19 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The attention windows of a model, for contexts of some length: Mistral and some Qwen2 models have them.
+    """Sliding attention windows of a model, for contexts of a given length; Mistral and some Qwen2 models have them.
 
-    A windowed layer's keys and values are kept as far as all others' are; what lies before the window is masked.
+    A windowed layer keeps as many keys and values as other layers; those before the window are masked.
     """
 
     size: int | None
-    """Tokens that a windowed layer attends to, the newest included; None: no layer's window is ever full."""
+    """Number of tokens that a windowed layer attends to, including the newest; None: no window is ever full."""
     layers: tuple[bool, ...]
-    """Flags of the layers that are windowed."""
+    """Flag of each layer, True if it is windowed."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context: int) -> Windows:
-        """Read them off a Hugging Face config. Raises `ModelError` for kinds of attention that are neither."""
+        """Read the windows from a Hugging Face config. Raises `ModelError` for other kinds of attention."""
         whole, config = config, config.get_text_config()
         size = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or [FULL if size is None else SLIDING] * config.num_hidden_layers

@@ -1,10 +1,10 @@
-"""Attention of a step over sequences of different lengths, in one call a layer: FlashAttention, where a device has it.
+"""Attention of a step over sequences of different lengths, in one call per layer: FlashAttention, if the device has it.
 
-    contexts   queries of all contexts, one behind the other ─▶ keys of all contexts, with those that were there
-    rows       one query each ─▶ the row's own keys, where they are in the cache
+    contexts   queries of all contexts, one after the other ─▶ keys of all contexts, including cached ones
+    rows       one query each ─▶ the row's own keys, in the cache
 
-Nothing is padded, masked or copied for it: a decoding step reads as many keys as its rows have. The operator is that of
-`torch.nn.attention.varlen.varlen_attn`, which takes no ``seqused_k``, the rows' lengths, in torch 2.11.
+Nothing is padded, masked or copied: a decoding step reads exactly the keys of its rows. The operator is that of
+`torch.nn.attention.varlen.varlen_attn`, whose wrapper lacks ``seqused_k``, the rows' lengths, in torch 2.11.
 
 Shape suffixes: as in `step_attention`, and S keys of all contexts, L layers.
 """
@@ -33,11 +33,11 @@ WITHOUT_VARLEN = (
     "prefills take an attention call for each length, and rows read as far as the longest: attention to sequences of "
     "different lengths is not used here"
 )
-"""The consequence of having none, in warnings."""
+"""Text of warnings: the consequence of having no such kernel."""
 
 
 class VarlenPrefill:
-    """Contexts to prefill, of any lengths: where their tokens are in a step, and how they attend."""
+    """Attention of contexts of any lengths to prefill, and the places of their tokens in a step."""
 
     def __init__(self, shape: AttentionShape, contexts: Sequence[PrefillContext]) -> None:
         self._shape = shape
@@ -69,28 +69,28 @@ class VarlenPrefill:
         window = shape.windows.size if shape.windows.layers[layer] else None
         operands = qkv[:, : shape.heads], kv[:, : shape.kv_heads], kv[:, shape.kv_heads :], *self._bounds, *self._most
         causal, left = window is None, -1 if window is None else window - 1
-        # Causal from the last key backwards: that of a context's last query.
+        # The causal mask is aligned at the last key, which belongs to a context's last query.
         output: torch.Tensor = _flash(*operands, 0.0, causal, False, window_size_left=left, window_size_right=0)[0]
         return output.flatten(1)
 
     def kv(self) -> list[torch.Tensor]:
-        """Keys and values [layers, 2K, P + T, D] of each context, in the order given."""
+        """Return the keys and values [layers, 2K, P + T, D] of each context, in the order given."""
         ends = self._ends.tolist()
         return [self._kv[:, start:end].transpose(1, 2) for start, end in pairwise([0, *ends])]
 
 
 class VarlenDecode(DecodeAttention):
-    """Rows that run one token each, over their own keys alone; a step's blocks of rows are not looked at."""
+    """Attention of rows that run one token each, over exactly their own keys; ignores a step's blocks of rows."""
 
     def __init__(self, shape: AttentionShape, decoding: Decoding) -> None:
         super().__init__(shape, decoding)
         bounds = self._cache.bounds[: self.count + 1]
         self._each = bounds
-        """[A + 1] where the query of each row begins."""
+        """Start [A + 1] of each row's query."""
         used = decoding.lengths.int() + 1  # with the new token, which is stored before rows attend
         begins = bounds * self._cache.row_stride
         self._keys = [(begins, used)]
-        """[A + 1] where the keys of each row begin, and their number [A]: of full layers, of windowed ones."""
+        """Start [A + 1] and number [A] of each row's keys: for full layers, then for windowed ones."""
         if (size := shape.windows.size) is not None:
             before = (used - size).clamp_(min=0)
             windowed = begins.clone()  # a copy: full layers read `begins`
@@ -110,7 +110,7 @@ class VarlenDecode(DecodeAttention):
 def has_varlen(shape: AttentionShape, device: torch.device) -> bool:
     """Tell whether the device's kernels may attend to sequences of different lengths in one call.
 
-    `best_forward` compares what comes of it with the module. Logs why not, where it might.
+    `best_forward` compares the result with the module's. Logs the reason if a device should have them and has none.
     """
     if not kind_of(device).varlen_attention:
         return False

@@ -47,7 +47,7 @@ KV_CACHE_GIB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """The settings that vLLM is started with."""
+    """Settings with which vLLM is started."""
 
     model_path: Path
     slots: int
@@ -55,26 +55,26 @@ class VllmSettings:
     dtype: str = "auto"
     """The dtype of weights and arithmetic as torch spells it, without the prefix; ``auto``: the folder's."""
     max_batched_tokens: int | None = None
-    """Tokens of one step, prompts and answers together. None: vLLM's own."""
+    """Most tokens of one step, prompts and answers together. None: vLLM's default."""
     kv_cache_gib: float | None = None
-    """Memory for keys and values. None: `KV_CACHE_GIB` on a CPU, a share of the device elsewhere."""
+    """GiB of memory for keys and values. None: `KV_CACHE_GIB` on a CPU, a share of the device's memory elsewhere."""
     enforce_eager: bool = False
     """True: run without CUDA graphs, as always on a CPU."""
     trust_remote_code: bool = False
-    """Run code that the model folder brings."""
+    """True: run code from the model folder."""
     sleep: bool = False
-    """True where the device's memory is given back on demand; not on a CPU."""
+    """True if vLLM can free the device's memory on demand; not on a CPU."""
     tensor_parallel: int = 1
-    """Devices that divide each layer, those that this process sees first: each has a process of vLLM's."""
+    """Number of devices that divide each layer, the first that this process sees; each has a vLLM process."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, by name."""
 
 
 def prepare_environment(on_cpu: bool) -> None:
-    """Set what vLLM reads from the environment when it is imported, and its processes when they start.
+    """Set the environment variables that vLLM reads on import, and its processes at their start.
 
-    Nothing that the user has set is changed. On a CPU, without compilation: a first request for log-probs would else
-    compile for half a minute; and without binding to cores, which are shared with the trainer.
+    Variables that the user has set stay. On a CPU, compilation is off, or the first request for log-probs would compile
+    for half a minute; and so is binding to cores, which the trainer shares.
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     if on_cpu:
@@ -106,20 +106,20 @@ def start_vllm(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
         "max_model_len": settings.max_context,
-        "max_num_seqs": settings.slots + 1,  # the probe has a place of its own beside requests that stand still
-        # Those of the distribution that was sampled from: vLLM's default is before temperature and filters.
+        "max_num_seqs": settings.slots + 1,  # one more for the probe, next to paused requests
+        # Log-probs of the distribution that was sampled from: vLLM's default is before temperature and filters.
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # what the folder recommends must not change the distribution
+        "generation_config": "vllm",  # the folder's generation config must not change the distribution
         "enable_prefix_caching": True,
         "enforce_eager": on_cpu or settings.enforce_eager,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": f"{PACKAGE}.extension.WorkerExtension",
         "enable_sleep_mode": settings.sleep,
-        "enable_logging_iteration_details": True,  # what a step computed is told to nobody else
+        "enable_logging_iteration_details": True,  # the only report of a step's work
     }
     arguments |= _batching(settings, on_cpu)
     if settings.tensor_parallel > 1:
-        # By processes of its own: within Ray's placement groups vLLM would start actors, beside the run's.
+        # With processes of its own: within Ray's placement groups vLLM would start further actors.
         arguments |= {"tensor_parallel_size": settings.tensor_parallel, "distributed_executor_backend": "mp"}
     if gib is not None:
         arguments["kv_cache_memory_bytes"] = int(gib * 2**30)
@@ -138,8 +138,8 @@ def start_vllm(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
 def _batching(settings: VllmSettings, on_cpu: bool) -> dict[str, Any]:
     """The settings that bound one step of vLLM's.
 
-    On a CPU a prompt is prefilled in one step, beside everything that decodes: vLLM turns a request's generator back
-    for each step that takes only a part of its prompt, and a CPU's generator cannot be turned back.
+    On a CPU a prompt is prefilled in one step, together with all decoding calls: vLLM rewinds a request's generator for
+    each step that prefills only a part of its prompt, and a CPU's generator cannot be rewound.
     """
     given, slots = settings.max_batched_tokens, settings.slots
     if on_cpu:
@@ -155,7 +155,7 @@ def _batching(settings: VllmSettings, on_cpu: bool) -> dict[str, Any]:
 def is_roomy(llm: Any, slots: int) -> bool:
     """Tell whether vLLM's cache has a whole context per slot, so that it never preempts. False if that is unknown."""
     contexts = getattr(llm.vllm_config.cache_config, "kv_cache_max_concurrency", None)
-    return bool(contexts and contexts > slots)  # just as many do not fit: one block is never given away
+    return bool(contexts and contexts > slots)  # not >=: one block is never given to a request
 
 
 def check_manifest(manifest: Manifest, model_path: Path) -> None:
@@ -164,7 +164,7 @@ def check_manifest(manifest: Manifest, model_path: Path) -> None:
     Folders without safetensors files are not looked at.
     """
     config = json.loads((model_path / "config.json").read_text())
-    # A tied output layer may be in the files, and need not come.
+    # A tied output layer may be in the files, and need not be in the manifest.
     optional = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
     optional -= {slot.name for slot in manifest.slots}
     shapes = {one.name: tuple(one.shape) for one in tensors_in_files(model_path) if one.name not in optional}
@@ -187,13 +187,13 @@ class VllmEngine(EngineBase):
         clock: seconds, the same clock as the events'.
         settings: further ones of `VllmSettings`.
 
-    Reproducible: each call's request has a seed of its own, whose generator vLLM keeps through its pauses: what
-    is sampled depends on when and with whom only where vLLM's logits do. The seeds are Headway's, what they draw is
-    vLLM's: the native engine samples other answers. Where memory for keys and values is short of a whole context for
-    each slot it is not, and `capabilities` say so once it has started: what vLLM preempts keeps its generator, but is
-    prefilled again, which may change the last bits of its logits.
+    Reproducible: each request has its own seed, and vLLM keeps its generator through pauses. So samples depend on time
+    and on other requests only if vLLM's logits do. vLLM's draws differ from the native engine's, even for equal seeds.
+    It is not reproducible if memory for keys and values does not fit a whole context per slot; `capabilities` say so
+    after the start. A request that vLLM preempts keeps its generator but is prefilled again, which may change the last
+    bits of its logits.
 
-    What calls have in common is found by vLLM's own prefix cache, which keeps what it has room for.
+    vLLM's own prefix cache shares common prefixes of calls, as far as it has room.
 
     New weights arrive in a buffer of shared memory, of the weights' size, while vLLM decodes; its workers, which have
     to run on this machine, load them from there.
@@ -234,7 +234,7 @@ class VllmEngine(EngineBase):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._answering: set[asyncio.Task[Any]] = set()
-        """Tasks of vLLM's loop that somebody waits for."""
+        """Tasks on vLLM's loop that callers wait for."""
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._serve, name=f"headway-vllm-{name}", daemon=True)
 
@@ -294,7 +294,7 @@ class VllmEngine(EngineBase):
     def _serve(self) -> None:
         try:
             asyncio.run(self._live())
-        except BaseException as error:  # whatever ended the thread has to reach those who wait for it
+        except BaseException as error:  # waiting callers need the error, whatever it is
             if not self._started.done():
                 known = isinstance(error, HeadwayError)
                 self._started.set_exception(error if known else WorkerDied(f"vLLM did not start: {error!r}"))
@@ -315,9 +315,9 @@ class VllmEngine(EngineBase):
             self._started.set_result(None)  # last: callers rely on all that was set above
             await self._stop.wait()
             await core.close(self._closed_error())
-            if self._answering:  # who was told what the engine ended with is to say so
+            if self._answering:  # let callers finish with the engine's final error
                 await asyncio.wait(self._answering, timeout=self._close_s / 4)
         finally:
             if (handler := getattr(llm, "output_handler", None)) is not None:
-                handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
+                handler.cancel()  # or it reports the end of vLLM's processes as a failure
             llm.shutdown(timeout=self._close_s / 2)  # killed, they would leave shared memory behind

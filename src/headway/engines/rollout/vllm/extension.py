@@ -29,7 +29,7 @@ from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # type: ignore[import-not-found]
 
 NULL_BLOCK = 0
-"""The block that stands for none: no request owns it, and nothing reads from it."""
+"""vLLM's null block: no request owns it, and nothing reads from it."""
 _serial = count()
 
 
@@ -60,7 +60,7 @@ def score(worker: Any, context: Sequence[int], token: int, temperature: float) -
     try:
         output = worker.execute_model(_step(new=new, tokens={request: len(context)}))
         if output is None:
-            output = worker.sample_tokens(None)  # it has only computed: it samples when it is told to
+            output = worker.sample_tokens(None)  # `execute_model` only computes; sampling is a separate call
         if hasattr(output, "get_output"):
             output = output.get_output()
     finally:
@@ -117,9 +117,9 @@ class SharedMemoryTransfer(WeightTransferEngine):
     def init_transfer_engine(self, init_info: BufferInfo) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._mapped: tuple[int, int] | None = None
-        """Device and inode of the buffer that is mapped: a path may come to lead to another."""
+        """Device and inode of the mapped buffer: a path may later lead to another buffer."""
         self._nbytes, self._slots = init_info.nbytes, init_info.slots
-        # Asked while no reload is under way, which takes tied weights apart.
+        # Checked while no reload is under way, which separates tied weights.
         self._wanted = {name for name, _ in self.model.named_parameters()}
 
     def start_weight_update(self) -> None:
@@ -142,14 +142,14 @@ class SharedMemoryTransfer(WeightTransferEngine):
             if loaded is not None and (missing := sorted(self._wanted - set(loaded))):
                 raise ValueError(f"version {update_info.version} leaves out {missing[0]} (of {len(missing)} weights)")
         except BaseException:
-            self.finish_weight_update()  # or the next update would go on with what this one left
+            self.finish_weight_update()  # or the next update would continue this failed one
             raise
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        repack(self.model)  # behind the reload, which packs only what tensors were loaded into
+        repack(self.model)  # after the reload, which only packs modules that got tensors
 
     def shutdown(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
@@ -180,7 +180,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def repack(model: torch.nn.Module) -> None:
-    """Pack anew what a CPU's matrix products read in place of ``weight``.
+    """Rebuild the packed copies that a CPU's matrix products read instead of ``weight``.
 
     A reload packs the modules that tensors were loaded into. An output head that is tied to the embedding is none of
     them: its packed copy would stay the old version's.

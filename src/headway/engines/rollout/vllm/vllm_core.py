@@ -1,4 +1,4 @@
-"""The calls that vLLM answers, and what an update does to them. Everything here happens on vLLM's event loop.
+"""Calls that vLLM answers, and the effect of updates on them. Everything here runs on vLLM's event loop.
 
     submit ─▶ Scheduler ─take, as slots are free─▶ a request of vLLM's ─▶ finished calls, in batches
                   ▲                                    │
@@ -37,13 +37,13 @@ from headway.errors import HeadwayError, RunError
 from headway.models.logprobs import PROBE_PREFILL, probe_sequences
 
 _FIRST_AND_LAST = 2**31
-"""An interval between outputs that no answer reaches: vLLM then sends the first token, and everything at the end."""
+"""Interval in tokens between outputs, longer than any answer: vLLM sends the first token, and the rest at the end."""
 _SEED_BITS = 63
 """Bits of a seed: vLLM's seeds are signed."""
 
 
 def prompt_of(run: RequestState, version: int) -> Any:
-    """The context as token ids. Only those that came under the same version of the weights share keys and values."""
+    """Return the context as token ids. Only calls under the same version of the weights share keys and values."""
     from vllm.inputs import tokens_input  # type: ignore[import-not-found]
 
     return tokens_input(run.request.input_ids.tolist(), cache_salt=f"headway-{version}")
@@ -74,7 +74,7 @@ def sampling_of(run: RequestState) -> Any:
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=True,
         stop_token_ids=list(sampling.stop_token_ids) or None,
-        ignore_eos=True,  # the model folder's: what ends an answer is in the request
+        ignore_eos=True,  # ignores the model folder's: the request has the stop tokens
         # Without one all requests draw from one generator, in order of arrival.
         seed=run.key & ((1 << _SEED_BITS) - 1),
         logprobs=0,
@@ -122,7 +122,7 @@ class VllmCore:
     deliver: Deliver
     """Called with each batch of finished calls."""
     on_end: Callable[[HeadwayError], None]
-    """Called with what the engine ended with, which all clients have to hear."""
+    """Function that is called with the engine's final error, to pass on to all clients."""
     name: str
     seed: InitVar[int]
     slots: int
@@ -141,7 +141,7 @@ class VllmCore:
         """The calls that vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
         self._done: dict[Any, list[Completion]] = {}
-        """Calls that have just been finished, by client: what vLLM tells in one turn of the loop is one step's."""
+        """Client -> calls finished in this turn of the loop: those of one step of vLLM."""
         self._turn = asyncio.Lock()
         """Held while vLLM is told to pause, to load or to resume."""
         self._moved = asyncio.Event()
@@ -167,7 +167,7 @@ class VllmCore:
             if self._scheduler.mode is not Mode.PAUSED:  # resumed meanwhile
                 return Paused()
             cut = policy is OnUpdate.INTERRUPT and not self.state.cleared
-            # A drain that another pause ended leaves what that one keeps as it is.
+            # If another pause ended this drain, its policy decides which keys and values are kept.
             await self.state.halt(clear=cut or (policy is OnUpdate.DRAIN and not self._running))
         return Paused(sum(run.started is not None for run in self._running.values()) if cut else 0)
 
@@ -205,7 +205,7 @@ class VllmCore:
             return self.activity.clock() - start
 
     async def abort(self, client: Hashable, numbers: Sequence[int]) -> None:
-        """End these calls of ``client`` as they are."""
+        """End these calls of ``client`` with the tokens they have."""
         self.state.check()
         await self._abort(self._scheduler.find(client, numbers))
 
@@ -356,7 +356,7 @@ class VllmCore:
         """End a drain where nothing is left to run, and tell those who wait for that."""
         if self._scheduler.mode is Mode.DRAINING and not self._running and not self._scheduler.queued:
             self._scheduler.drained()
-        # Set for those that wait now; what they wait for next is another event.
+        # Set for the current waiters; later waiters get a new event.
         self._moved.set()
         self._moved = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The state of one vLLM: whether it stands still, what it has in its caches, which weights it holds, and its end.
+"""State of one vLLM: whether it is paused, what its caches and weights hold, and how it ended.
 
            halt(clear: the cache is emptied, all is computed again)
 decoding ──────────────────▶ halted ──sleep──▶ asleep: no cache; weights kept elsewhere, or gone
@@ -28,9 +28,9 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 @dataclass(eq=False)
 class VllmState:
-    """State of one vLLM: version, pause, sleep, and its end, which every waiting caller hears of. Driven from its loop.
+    """State of one vLLM: version, pause, sleep, and its final error, which every waiting caller gets.
 
-    Callers must not run two changes of it at once.
+    Used only on vLLM's loop. Callers must not run two changes at once.
     """
 
     llm: Any
@@ -57,15 +57,14 @@ class VllmState:
     def __post_init__(self) -> None:
         self._ended = asyncio.Event()
         self._sleeping: list[str] = []
-        """The parts of its memory that sleep, by vLLM's tags: it wakes as a whole, or the weights first, when new ones
-        come."""
+        """Sleeping parts of its memory, as vLLM's tags. It wakes as a whole, or weights first if new ones arrive."""
 
     # ------------------------------------------------------------------------------------- orders, and vLLM's end
 
     async def tell(self, what: str, order: Coroutine[Any, Any, T], error: type[HeadwayError] = RunError) -> T:
-        """vLLM's answer to an ``order`` to do ``what``, or what this engine ended with: a dead vLLM never answers.
+        """Return vLLM's answer to ``order``, which ``what`` describes. Raises the engine's final error if it ends.
 
-        Raises ``error`` for what vLLM raises; its end ends this engine.
+        Raises ``error`` if vLLM raises. The death of vLLM ends this engine.
         """
         answer = asyncio.create_task(order)
         ended = asyncio.create_task(self._ended.wait())
@@ -100,20 +99,20 @@ class VllmState:
     def end(self, error: HeadwayError) -> None:
         """End the engine with ``error``, which every waiting and every later caller gets."""
         if self.over is None:
-            # Before anything is told: callers that wake up by it ask for the error.
+            # Set before anyone is notified: callers that wake up ask for the error.
             self.over = error
             self._ended.set()
             self.on_end(error)
 
     def check(self) -> None:
-        """Raise what the engine ended with, if it did."""
+        """Raise the engine's final error if it has ended."""
         if self.over is None and self.llm.errored:
             self._lost()
         if self.over is not None:
             raise self.over
 
     def _lost(self) -> None:
-        """End with the error for outputs of vLLM's that have ended: by its death, unless this engine ended before."""
+        """End the engine because vLLM's outputs have ended: vLLM died, unless this engine ended before."""
         self.end(WorkerDied(f"vLLM's processes of rollout engine {self.name} have ended; its own output says why"))
 
     # ------------------------------------------------------------------------------------- its state
@@ -124,7 +123,7 @@ class VllmState:
         return bool(self._sleeping)
 
     async def begin(self) -> None:
-        """The first weights are version 0. Raises `ModelError` for a model that vLLM loads and cannot compute with."""
+        """Begin with the first weights, version 0. Raises `ModelError` if vLLM cannot compute with the loaded model."""
         if (handler := getattr(self.llm, "output_handler", None)) is not None:  # it ends with vLLM, also while idle
             handler.add_done_callback(lambda _: self._lost())
         await self.tell("start", self.llm.get_supported_tasks())  # kept by vLLM: requests then register at once
@@ -133,7 +132,7 @@ class VllmState:
         await self.tell("compute with the model", first, ModelError)
 
     async def connect(self, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
-        """Tell the workers what lies where in the buffers that they will map."""
+        """Send the workers the layout of the buffers that they will map."""
         from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
             WeightTransferInitRequest,
         )
@@ -171,7 +170,7 @@ class VllmState:
             await self.llm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
             await self.llm.finish_weight_update(str(version))
 
-        # The version behind it: a load that fails leaves the old one, so that no token is stamped with a torn version.
+        # The version last: if the load fails the old one stays, so that no token is stamped with a torn version.
         await self.tell(f"load version {version}", load(), UpdateFailed)
         self.version = version
 
@@ -201,7 +200,7 @@ class VllmState:
         return np.array(next((s for s in scores if s), []), np.float32)
 
     def check_computes(self, doing: str) -> None:
-        """Raise `RunError` while asleep, and without a whole version: nothing can be computed for ``doing`` that."""
+        """Raise `RunError`, which names ``doing``, while asleep or without a complete version to compute with."""
         if self.asleep:
             raise RunError(f"rollout engine {self.name} was told to {doing} while asleep; call wake() first")
         self.weights.check(doing)

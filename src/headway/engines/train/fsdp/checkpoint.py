@@ -48,7 +48,7 @@ BEGUN = ".begun"
 
 
 class HostState:
-    """Copy of tensors, such as a checkpoint's, in host memory, for which the same memory is used each time."""
+    """Copy of tensors, such as a checkpoint's, in host memory; the memory is reused for each copy."""
 
     def __init__(self, *, pinned: bool, whole: bool = False) -> None:
         """``pinned``: the memory is page-locked, for copies from a GPU. ``whole``: all that this rank holds is copied,
@@ -59,12 +59,12 @@ class HostState:
         self._buffers: dict[Any, torch.Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``tensors``, as `save_checkpoint` takes them, with copies of what this rank writes, or holds."""
+        """Return ``tensors`` for `save_checkpoint`, with copies of what this rank writes, or holds if `whole`."""
         copies: dict[str, Any] = self._each(tensors, self._copied)
         return copies
 
     def restore(self, tensors: Mapping[str, Any]) -> None:
-        """Set ``tensors``, of which `copy` has made copies, to these."""
+        """Set ``tensors`` to their values at the last `copy`."""
         self._each(tensors, lambda key, tensor: tensor.copy_(self._buffers[key]))
 
     def views(self) -> list[memoryview]:
@@ -72,7 +72,7 @@ class HostState:
         return [buffer.reshape(-1).view(torch.uint8).numpy().data for buffer in self._buffers.values()]
 
     def _each(self, tensors: Mapping[str, Any], do: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
-        """Return ``tensors`` with what ``do`` makes of each, or of its boxes, given where in ``tensors`` it is."""
+        """Return ``tensors`` with each tensor, or each of its boxes, replaced by ``do(place, tensor)``."""
 
         def done(path: Any, tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, Pieces):
@@ -98,7 +98,7 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
         RunError: a rank could not write its part, or wrote it where rank zero does not see it; what was at ``path``
             before is still there.
     """
-    # A name that these ranks alone know: others that were given up, and still write, find their folder removed.
+    # A name that only these ranks know: abandoned ranks that still write find their folder removed.
     temporary = from_rank_zero(lambda: path.with_name(f".{path.name}.{uuid4().hex[:8]}.partial"), group)
 
     def prepare() -> None:
@@ -108,18 +108,18 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
         (temporary / BEGUN).touch()
 
     def finish() -> None:
-        (temporary / BEGUN).unlink()  # it is missing where others have removed the folder; torch makes another one
+        (temporary / BEGUN).unlink()  # raises if other ranks have removed the folder; torch would have made a new one
         if wrong := incomplete_part(temporary):
             rmtree(temporary, ignore_errors=True)
             raise RunError(
                 f"could not write the checkpoint {path}: {wrong} where rank zero looks, though every rank has written "
                 "its part. With training ranks on several machines, run.dir must be on a file system that they share"
             )
-        written = {**state, "files": files_of(temporary)}  # the others: state.json itself is not there yet
+        written = {**state, "files": files_of(temporary)}  # state.json itself does not exist yet
         with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
             file.write(json.dumps(written, indent=2) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # as the shards are: the rename must not outlive what it says is complete
+            os.fsync(file.fileno())  # like the shards: all must be on disk before the rename
         replace_folder(temporary, path)
 
     def told(step: Callable[[], None]) -> None:
@@ -155,7 +155,7 @@ def _no_room(folder: Path) -> str:
     """
     try:
         with (folder / ".room").open("wb") as file:
-            # Behind the end of the longest file, which a limit on sizes may have cut.
+            # After the end of the longest file, which a limit on sizes may have cut.
             file.seek(max(other.stat().st_size for other in folder.iterdir()))
             file.write(bytes(PROBE))
             file.flush()
@@ -169,9 +169,9 @@ def _no_room(folder: Path) -> str:
 
 
 def incomplete_part(folder: Path) -> str | None:
-    """Return what is wrong with the first file that ``.metadata`` names and that is missing or too short.
+    """Return a description of the first file of ``.metadata`` that is missing or too short.
 
-    None when all are whole. Errors of reading a damaged ``.metadata`` pass through.
+    None if all are complete. Errors of reading a damaged ``.metadata`` pass through.
     """
     needed: dict[str, int] = {}
     for part in (FileSystemReader(folder).read_metadata().storage_data or {}).values():
@@ -188,7 +188,7 @@ def incomplete_part(folder: Path) -> str | None:
 
 
 def _unfit(folder: Path, tensors: dict[str, Any]) -> str | None:
-    """Return how the names of a checkpoint's tensors differ from those that are wanted; None where they do not."""
+    """Return a description of the difference between a checkpoint's tensor names and those wanted; None if equal."""
     there = set(FileSystemReader(folder).read_metadata().state_dict_metadata)
     wanted = set(flatten_state_dict(tensors)[0])
     for names, what in ((wanted - there, "it lacks {}"), (there - wanted, "it has {}, which the model lacks")):
@@ -198,7 +198,7 @@ def _unfit(folder: Path, tensors: dict[str, Any]) -> str | None:
 
 
 def _causes(error: CheckpointException) -> str:
-    """The failures and their ranks, in one line: without tracebacks, and without the advice that torch adds."""
+    """Return the failures and their ranks in one line, without tracebacks and without torch's advice."""
     failures = []
     for rank, (cause, _) in sorted(error.failures.items()):
         first_sentence = re.split(r"\n|\. (?=[A-Z])", str(cause).strip())[0].rstrip(". ")
@@ -227,7 +227,7 @@ def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
             ) from cause
         if wrong:
             raise ModelError(f"{path}: the checkpoint is damaged: {wrong}. {REMOVE}")
-        if unfit := _unfit(path, tensors):  # torch itself passes over what nobody asks for
+        if unfit := _unfit(path, tensors):  # torch itself ignores tensors that are not requested
             raise ModelError(f"{path}: {OTHER_MODEL}: {unfit}. {GIVE_ITS_OWN}")
         return state
 

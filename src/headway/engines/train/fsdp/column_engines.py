@@ -1,7 +1,7 @@
-"""Models beside the policy that is trained, whose numbers rows get as columns.
+"""Further models whose outputs become columns of the rows.
 
 ProximalWeights   the weights at the start of a version: the anchor of the trust region, while the policy moves on
-LogProbCopy       every update, on ranks of its own
+LogProbCopy       a copy of the policy on ranks of its own, which receives every update
 FsdpCritic        the initial model's decoder with a scalar head and its own optimizer
 """
 
@@ -45,7 +45,7 @@ class ProximalWeights:
         restored (v) ─▶ step ─▶ restored (v) ─▶ step ─▶ …      the first one finds the policy as it is, and copies it
                                    └─ the copy takes the policy's place for a forward pass
 
-    While the copy is in place, a second copy holds the present weights.
+    While the copy is in place, a second copy holds the current weights.
 
     Example:
         >>> policy = nn.Linear(1, 1, bias=False)
@@ -65,7 +65,7 @@ class ProximalWeights:
         self._module = module
         self._keeps_copy = keeps_copy
         self._copied: int | None = None
-        """The version whose start is the copy."""
+        """Version whose starting weights are in the copy; None before the first copy."""
         self._stepped: int | None = None
         """The version that the last optimizer step belongs to."""
         self._start = HostState(pinned=False)
@@ -77,10 +77,10 @@ class ProximalWeights:
     @contextmanager
     def restored(self, version: int) -> Iterator[None]:
         """Context in which the module holds the policy at the start of ``version``. Raises `RunError` if unknown."""
-        if self._stepped is None or version > self._stepped:  # no step of it was made: the policy is where it starts
+        if self._stepped is None or version > self._stepped:  # no step of this version yet: the policy is at its start
             if self._keeps_copy and self._copied != version:
                 self._start.copy(self._shards())
-                self._copied = version  # behind the copy: one that fails leaves no version
+                self._copied = version  # after the copy: a failed copy has no version
             yield
             return
         if self._copied != version:
@@ -89,7 +89,7 @@ class ProximalWeights:
                 "optimizer step, and nobody had asked before it; ask at the version's first batch"
             )
         now = HostState(pinned=False)
-        now.copy(self._shards())  # before the write: the present weights are nowhere else
+        now.copy(self._shards())  # before the write: no other copy of the current weights exists
         self._start.restore(self._shards())
         try:
             yield
@@ -205,7 +205,7 @@ class FsdpCritic:
         square = metrics.pop("returns_square")
         error = metrics.pop("error_square") - metrics.pop("error_mean") ** 2
         variance = square - metrics["returns_mean"] ** 2
-        # Returns that are all equal leave no exact zero, but what rounding makes of the difference.
+        # Equal returns do not give exactly 0, but a rounding error.
         metrics["vf_explained_var"] = 1.0 - error / variance if variance > 1e-12 * square else 0.0
         return report
 

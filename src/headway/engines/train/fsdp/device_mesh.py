@@ -1,4 +1,4 @@
-"""The ranks of a role as a mesh, and who of them shares what.
+"""The ranks of a role as a mesh, and the groups that share weights or rows.
 
     dense    (replicate, fsdp = shard × cp, tp)      weights are sharded over fsdp, divided over tp
     experts  (replicate, efsdp, ep)                  the same ranks; experts are divided over ep, sharded over efsdp
@@ -36,7 +36,7 @@ REPLICATE, FSDP, TP, EFSDP, EP = "dp_replicate", "fsdp", "tp", "efsdp", "ep"
 
 @dataclass(frozen=True, slots=True)
 class TrainMesh:
-    """All ranks of the default process group, as one of them sees them."""
+    """Mesh of all ranks of the default process group, from the view of one rank."""
 
     device: torch.device
     parallel: ParallelConfig
@@ -44,9 +44,9 @@ class TrainMesh:
     experts: DeviceMesh
     """Mesh of the same ranks for experts; ``dense`` where experts are not divided."""
     copy: ProcessGroup
-    """Ranks that hold one copy of the model together with this one: all of them, or those of a replica (HSDP)."""
+    """Ranks that together hold one copy of the model, including this rank: all ranks, or those of a replica (HSDP)."""
     rows: ProcessGroup
-    """Ranks that have rows of their own, beside this one: one of each inner mesh."""
+    """Ranks with different rows, including this rank: one of each inner mesh."""
     inner: ProcessGroup | None
     """Ranks that compute the same rows as this one; None where no other rank does."""
     sequence: SequenceRanks | None
@@ -64,11 +64,11 @@ class TrainMesh:
             ValueError: the dimensions do not divide the number of ranks.
         """
         ranks = dist.get_world_size()
-        # Checked here: a mesh of fewer ranks than there are would leave the others waiting in its first collective.
+        # Checked here: with a mesh of too few ranks the others would wait in its first collective.
         fsdp, rest = divmod(ranks, parallel.replicate * parallel.tp)
         if rest or fsdp % parallel.cp:
             raise ValueError(f"{ranks} ranks do not make a mesh of {parallel}")
-        torch.empty(0, device=device)  # the device is in use now, or torch would guess which one is meant, and warn
+        torch.empty(0, device=device)  # marks the device as used, or torch would guess it and warn
         init = partial(init_device_mesh, device.type)
         dense = init((1, parallel.replicate, fsdp, parallel.tp), mesh_dim_names=("pp", REPLICATE, FSDP, TP))
         experts = dense
@@ -130,7 +130,7 @@ def _own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
         assert world is not None
         return world
     mine: ProcessGroup | None
-    # Every rank makes all groups, its own and the others: to make one is collective over all ranks.
+    # Every rank makes all groups, not only its own: making a group is collective over all ranks.
     mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
     assert mine is not None
     return mine
@@ -149,8 +149,8 @@ def reduce_numbers(
 def from_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -> T:
     """Run ``action`` on rank zero while the others wait for it. Returns its result, pickled, on every rank.
 
-    What it raises is raised on every rank: otherwise the others would wait in the next collective for ever. ``group``:
-    one of all ranks, in place of the default one.
+    Its exception is raised on every rank: otherwise the others would wait in the next collective for ever. ``group``: a
+    group of all ranks to use instead of the default one.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -166,8 +166,9 @@ def from_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -
 
 
 def on_all_ranks(action: Callable[[], T]) -> tuple[T, ...]:
-    """Run ``action`` on every rank, and return the results, pickled. What the first rank raises that fails is raised on
-    all.
+    """Run ``action`` on every rank, and return all results, pickled. If it fails, every rank raises an exception of it.
+
+    A rank that failed raises its own; the others raise that of the first rank that failed.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -175,7 +176,7 @@ def on_all_ranks(action: Callable[[], T]) -> tuple[T, ...]:
         result = action()
     except HeadwayError as error:
         failure = error
-    except Exception as error:  # of foreign code, which may not be one that can be sent
+    except Exception as error:  # from foreign code: it may not be picklable
         failure = RunError(said_by(error))
         failure.__cause__ = error
     outcomes: list[Any] = [None] * dist.get_world_size()

@@ -4,7 +4,7 @@
 
 The weights carry the whole mini-batch's normaliser, so neither the loss nor its gradient depends on how it was split.
 
-Losses and corrections that look at sequences see whole episodes: `SplitEpisodes` has the rows that a batch lacks.
+Losses and corrections that use sequences see whole episodes: `SplitEpisodes` has the rows missing in a micro-batch.
 
 The built-in functions get each response token as a row of its own, [M, 1], and the label of its sequence: rows of
 different lengths cost nothing. Functions of the user's own get padded rows [N, T].
@@ -45,8 +45,8 @@ class SplitEpisodes:
 
         rows of such episodes ─▶ a pass without gradient ─▶ log-probs ─▶ beside each micro-batch with some of the rows
 
-    What such a loss takes from a sequence is a number without gradient, such as a mean of log-ratios. So rows of other
-    micro-batches take part with their log-probs alone: in sums, and neither in the loss nor in a metric.
+    Such a loss needs one number per sequence, without gradient, such as a mean of log-ratios. So rows of other
+    micro-batches only contribute their log-probs to this number; they are not in the loss or in a metric.
     """
 
     rows: Sequence[CollatedRow] = ()
@@ -54,7 +54,7 @@ class SplitEpisodes:
     """Their log-probs [T] (nats) under the policy as it is in this step."""
 
     def beside(self, rows: Sequence[CollatedRow]) -> SplitEpisodes:
-        """The rows, with their log-probs, that the episodes of a micro-batch's ``rows`` have in other micro-batches."""
+        """Return the rows of the same episodes that are not among a micro-batch's ``rows``, with their log-probs."""
         if not self.rows:
             return self
         here, episodes = {id(row) for row in rows}, {row.episode for row in rows}
@@ -95,11 +95,11 @@ class LossColumns:
     lengths: Int[Tensor, " N"]
     """Number of tokens of each row's whole episode that the loss counts."""
     beside: Float[Tensor, " B"] | None
-    """Log-probs of the last rows' tokens, which the micro-batch does not compute and which count elsewhere."""
+    """Log-probs of the last rows' tokens, which other micro-batches compute and count; None if there are none."""
     counted: Int[Tensor, " K"] | None
     """Indices of the tokens that count here; None where all do."""
     newest: int
-    """Version of the newest of them; -1 where there is none."""
+    """Newest version of the tokens that count here; -1 if there is none."""
     places: Int[Tensor, " M"]
     """Index of each token in the flattened [N, T], for functions that get padded rows."""
     width: int
@@ -149,7 +149,7 @@ class Objective:
         """Collate the loss's tensors for a micro-batch's ``rows``: the columns that it reads.
 
         They are in host memory. ``lengths``: see `learner.BatchTotals`; without any, each row is an episode.
-        ``apart``: rows that stand behind where their episodes are here, and count elsewhere.
+        ``apart``: rows from other micro-batches; those of episodes in this one are appended and do not count here.
 
         Raises `ValueError` for a row that lacks a column.
         """

@@ -5,11 +5,11 @@
         rows 0 1 2 │ 3 4 5      a fused matrix of two halves: each tp rank has a part of both
              ▓ ░ ·   ▓ ░ ·      ▓ a rank's rows: the boxes at rows 0 and 3
 
-A checkpoint, an export, an update and a restored mesh all ask the same: which elements are here, and where they belong.
+Checkpoints, exports, updates and restores on another mesh all need to know which elements are here, and their places.
 
-Weights of files are assembled from them, bucket by bucket, so that a rank holds at most two buckets beside its shards,
-however large a tensor is: each rank writes what it has of the bucket among zeros; the sum of the bytes, of which one at
-most is not zero, is the bucket.
+The tensors of files are assembled from shards, bucket by bucket: a rank holds at most two buckets besides its shards,
+however large a tensor is. Each rank writes its part of the bucket among zeros. The bucket is the sum over the ranks, as
+at most one rank has a nonzero byte at each place.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from headway.runtime.progress import advance
 
 
 def boxes(tensor: torch.Tensor, part: torch.Tensor | None = None) -> list[Part]:
-    """Return what this rank holds of ``tensor``: boxes that cover it; all of a tensor that is not divided.
+    """Return this rank's part of ``tensor`` as boxes; a tensor that is not divided is one box.
 
-    ``part``: another tensor that lies as the rank's own part of ``tensor`` does, in place of that part.
+    ``part``: another tensor in the layout of the rank's part of ``tensor``, to use instead of that part.
     """
     if not isinstance(tensor, DTensor):
         return [Part((0,) * tensor.ndim, tensor.detach() if part is None else part)]
@@ -86,8 +86,8 @@ def is_first(tensor: torch.Tensor, *, of_copy: bool = False) -> bool:
 def _indices(tensor: DTensor) -> list[NDArray[np.int64]]:
     """The rank's indices in each dimension of ``tensor``, ascending.
 
-    tp and ep divide the whole; what is left is sharded, however torch spells that: FSDP2 writes a strided placement
-    where another dimension of the mesh divides the same one of the tensor, and shards what that left.
+    tp and ep divide the tensor first, and FSDP2 shards the result. It uses a strided placement if another dimension of
+    the mesh divides the same dimension of the tensor.
     """
     mesh, own = tensor.device_mesh, [np.arange(size) for size in tensor.shape]
     names, place = mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.get_coordinate()
@@ -112,7 +112,7 @@ def _chunk(indices: NDArray[np.int64], count: int, index: int) -> NDArray[np.int
 
 
 def _runs(indices: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Neighbours among ``indices``: the first of them, its place, and their number."""
+    """Return the runs of consecutive numbers in ``indices``: first number, its place in ``indices``, and length."""
     # -2: the first index begins a run, also if it is 0.
     starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1).tolist()
     return [(int(indices[a]), a, b - a) for a, b in zip(starts, [*starts[1:], len(indices)], strict=False)]
@@ -184,9 +184,9 @@ def gather(
 ) -> Iterator[Window]:
     """Yield this rank's share of the weights bucket by bucket, as `FsdpEngine.gather` says. Collective.
 
-    ``parts``: what this rank gives, so that the ranks of each copy of the model give each element once. The ranks of
-    rank zero's copy get shares, as many as the layout has; others nothing. ``everywhere``: each rank gets all weights,
-    from the ranks of its own copy.
+    ``parts``: the elements that this rank contributes; within a copy of the model each element comes from one rank. The
+    ranks of rank zero's copy get the layout's shares; other ranks get nothing. ``everywhere``: each rank gets all
+    weights, from the ranks of its own copy.
     """
     members = dist.get_process_group_ranks(mesh.copy)
     if 0 not in members and not everywhere:  # another copy of the model (HSDP): rank zero's sends for all
@@ -232,6 +232,6 @@ def _padded(share: Manifest, bucket_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def given_parts(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTensor]) -> dict[str, list[Part]]:
-    """Return what this rank gives where the ranks of each copy give each element once: of equal parts the first."""
+    """Return the parts that this rank contributes, so that each element comes from the first rank that holds it."""
     given = {name: boxes(of) if is_first(of, of_copy=True) else [] for name, of in parameters.items()}
     return parts_of_files(given, files)

@@ -93,8 +93,8 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, slots: Sequence[TensorSlot], metadata: Mapping[str, str], writer: str = "") -> None:
-        """Begin the file at ``path``, which will have ``slots``, neighbours of a layout. ``writer``: whose name it has
-        until it is complete. One that was given up may still write under its own.
+        """Begin the file at ``path`` for ``slots``, neighbours of a layout. ``writer``: a part of its temporary
+        name until it is complete, so that an abandoned writer that still writes uses another name.
         """
         self._path, self._partial = path, path.with_suffix(f".{writer}.partial" if writer else ".partial")
         first = header(slots, metadata)  # before there is a file: it may raise
@@ -167,7 +167,7 @@ def _shards(manifest: Manifest, most: int) -> list[list[TensorSlot]]:
 KEPT = 2
 """Number of versions that are kept: the newest, and the one that receivers may still be reading."""
 ELSEWHERE = "set param_update.directory to a place that all workers can write and read"
-"""What helps where a file cannot be written or read."""
+"""Advice for messages about a file that cannot be written or read."""
 
 
 class DiskSender(StoredSender):

@@ -3,8 +3,8 @@
     receivers   come with their sinks, and wait ───────────────────────────────────────▶ all is there, or why not
     sender      waits for all ─ bucket 0 into each sink ─ bucket 1 ─ … ─ digests into each ─┘
 
-One reused buffer is enough: a bucket is drawn when all sinks have the last one. Whoever gives up ends it for all: the
-sender at once, a receiver between two buckets, also when its time-out is over and the next one has not come.
+One reused buffer is enough: a bucket is drawn when all sinks have the last one. If one end gives up, the update ends
+for all: at once for the sender, between two buckets for a receiver, also when its wait for a bucket times out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headway.engines.weights.protocols import (
 from headway.errors import UpdateFailed
 
 Ends = dict[str, tuple[int, WeightSink, Future[None]]]
-"""Receivers by name: which version each wants, where to, and what it waits for."""
+"""Name of a receiver -> the version it wants, its sink, and the future that it waits for."""
 
 
 def open_sender(link: Link, here: EndContext) -> LocalExchange:
@@ -142,7 +142,7 @@ class LocalExchange:
         return came
 
     def _tell(self, ends: Ends, cause: BaseException | None) -> None:
-        """Let what ``ends`` wait for end: with ``cause``, or well."""
+        """End the waiting of ``ends``: with the error ``cause``, or successfully if it is None."""
         with self._changed:
             for *_, told in ends.values():
                 if not told.done():
