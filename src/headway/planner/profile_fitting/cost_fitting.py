@@ -1,9 +1,9 @@
-"""Costs from measurements: few numbers that reproduce what many steps took.
+"""Fits of costs to measurements: a few numbers that reproduce the total time of many steps.
 
 A fit must get sums right, not single steps: what a simulation adds up is thousands of them. So every fit here keeps the
 total of the measurements that it uses, and outliers (a machine that was busy with something else) are left out first.
 
-`Overlap` tells what work beside the other side's would have cost alone:
+`Overlap` computes the cost of work without the slowdown by the other side (training or generation):
 
     cost of a step = cost alone · (1 + (slowdown − 1) · share of its time in which the other side computed)
 
@@ -91,7 +91,7 @@ def fit_decode(samples: Iterable[DecodeSample]) -> tuple[list[tuple[int, float]]
 
     Returns points (active sequences, seconds of a step), whose seconds do not fall, and the price in seconds.
 
-    The price is what remains between samples of *equal* activity, so that it cannot be confused with the curve.
+    The price is fitted to differences between samples of *equal* activity, so that it is separate from the curve.
     """
     rows = np.array([(s.active, s.steps, s.step_s, s.cached) for s in samples], float)
     counts, alike = np.unique(rows[:, 0], return_inverse=True)
@@ -123,7 +123,7 @@ def fit_prefill(merged: Iterable[PrefillSteps], decode: DecodeCost) -> LinearCos
     curve = np.interp(active, range(len(decode.curve)), decode.curve)
     longer = seconds - curve - decode.kv_token_s * cached
     line = fit_line(tokens, longer, steps)
-    # Prompts differ so much in length that an outlier is only what is one for its length.
+    # Prompts differ so much in length that outliers are found per length.
     usual = seconds <= OUTLIER * (seconds - longer + line.fixed_s + line.unit_s * tokens)
     return fit_line(tokens[usual], longer[usual], steps[usual])
 

@@ -1,4 +1,4 @@
-"""The costs that a run's events tell of, collected in one pass over them.
+"""Recording: a run's costs, collected from its events in one pass.
 
     GroupAdmitted, TrajectoryFinished, GroupRewarded, GroupSettled ─▶ groups
     ReplicaActivity ─▶ decode and prefill steps, busy spans
@@ -13,7 +13,7 @@ wherever something was measured after it.
     BatchTaken ──▶ forward ──▶ step ──▶ step ──▶ gather, or the next BatchTaken's wait
           └─ gap ─┘      └ gap ┘  └ gap ┘  └ gap ┘           gaps: the driver's own work, the batch's latency
 
-On shared devices a batch is first waited with until the trainer has them: its latency counts from there.
+On shared devices a batch first waits until the trainer has the devices: its latency counts from then.
 
 `UpdatesRecord`, phase by phase:
 
@@ -82,7 +82,7 @@ class TrainingRecord:
             case events.BatchTaken(waited=(asked, _)):
                 self._end_batch(asked)
                 known = all(map(self.samples_of, event.numbers))
-                # Behind `_end_batch`, which asks for the steps of the batch before.
+                # After `_end_batch`, which needs the steps of the previous batch.
                 self._numbers, self._steps_of_batch = event.numbers if known else [], 0
                 self.division.begin([self._samples(numbers) for numbers in self._mini_batches()])
                 self._batch, self._reached = BatchRecord(event.time), event.time

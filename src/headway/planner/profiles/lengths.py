@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers in tokens: draws that depend on who asks, never on when.
+"""Lengths of prompts and answers in tokens: draws that depend on the trajectory's id, never on the order of calls.
 
     (seed, epoch, row, attempt) ─mix─▶ the group's key ─▶ what its answers have in common
                                            └──── k ──mix─▶ the answer's own share
@@ -24,7 +24,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _inverse_normal = NormalDist().inv_cdf
 
 LengthSampler = Callable[[TrajectoryId], int]
-"""A trajectory's id → its tokens, at least 1; the same ones however often it is asked.
+"""Function from a trajectory's id to its number of tokens, at least 1, the same at every call.
 
 A prompt's length is its trajectory 0's. Two samplers of one seed share their draws: two recorded sets of equal size
 then draw the same recorded group, but distributions that should be independent need seeds of their own.
@@ -44,7 +44,7 @@ def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
 
 
 FilterSampler = Callable[[TrajectoryId], bool]
-"""A trajectory's id → whether the recorded group that its lengths are from was filtered."""
+"""Function from a trajectory's id to True if the recorded group of its lengths was filtered."""
 
 
 def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:

@@ -7,11 +7,11 @@ Service moves by `DecodeCost`'s closed forms. It is continuous: a run that joins
 its tokens between theirs, and a run that stops between two of its own keeps the whole tokens.
 
 `SimulatedCall` is a call on its way, `SimulatedActivity` the record of what a replica computed, `SimulatedPrefixCache`
-what needs no prefill. Contexts have lengths and no contents here, so prefixes are found by episode. First calls of one
-prompt share a context of the same length while one of them is open. A further call of an episode begins with what its
-last finished call left in the cache; if it continues only a part of that, all of its ids are the number of tokens in
-that part (`headway.planner.simulation.simulated_prompts`). Of turns that were asked for at once, the first to finish
-counts as prefilled again.
+the tokens that need no prefill. Contexts have lengths and no contents here, so prefixes are found by episode. First
+calls of one prompt share a context of the same length while one of them is open. A further call of an episode begins
+with what its last finished call left in the cache; if it continues only a part of that, all of its ids are the number
+of tokens in that part (`headway.planner.simulation.simulated_prompts`). Of turns that were asked for at once, the first
+to finish counts as prefilled again.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class ProcessorSharing:
         return completed
 
     def preempt(self, version: int) -> list[SimulatedCall]:
-        """The youngest leave, one by one, until the cache holds another step of the rest."""
+        """Preempt the youngest runs, one by one, until the cache has room for another step. Returns them."""
         preempted = []
         while self._limit is not None and self._full_at() <= self._service + ROUNDING:
             run = self._youngest[0][3]

@@ -104,7 +104,7 @@ async def zero_advantages(samples: Sequence[TrainSample], outcomes: Outcomes) ->
 
 
 Item = int | tuple[str, str, int]
-"""A message as what it is known by: the key of an answer, or (role, content, tokens)."""
+"""Identity of a message: the key of an answer, or (role, content, tokens)."""
 Path = tuple[Item, ...]
 """The messages of a context."""
 

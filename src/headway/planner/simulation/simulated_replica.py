@@ -1,4 +1,4 @@
-"""The inside of a simulated replica: the waiting line, the slots, prefill, and the one timer. Nothing here is awaited.
+"""Core of a simulated replica: waiting queue, slots, prefill and a single timer. Nothing here is awaited.
 
     submit ─▶ waiting line ─slots, cache─▶ prefill ─▶ ProcessorSharing ─▶ finished calls, a batch for each client
                 ▲     ▲                                 │     │
@@ -54,7 +54,7 @@ class DecodingReplica:
         self.version = 0
         """Version of all tokens that are sampled from now on."""
         self.stopped = asyncio.Event()
-        """A pause is in force and nothing computes any more."""
+        """Event that is set while a pause is in force and nothing computes."""
         self.paused = False
         """True from a pause to the next `resume`."""
         self._name = name
@@ -237,7 +237,7 @@ class DecodingReplica:
                 line.clear()
                 line.extend(kept)
         if not self._sharing.active:
-            self._break_off()  # it is for nobody
+            self._break_off()  # no run is left for this prefill
 
     def _break_off(self) -> None:
         """End a prefill before it has computed anything."""
@@ -331,7 +331,7 @@ class DecodingReplica:
                 starting.append(run)
                 free -= 1
                 cached += run.context
-            # What has no room holds up the line behind it, too: training does not overtake validation.
+            # A run without room also blocks the runs after it: training does not overtake validation.
             if line:
                 break
         if starting:

@@ -3,7 +3,7 @@
 ranks      train_step | forward_logprobs | gather | copy_state  one at a time
 beside     send_gathered to any number of replicas, from the copy that gather made; save
 
-What the driver does for a batch beside these passes is within its first step.
+The driver's own work for a batch counts as part of its first step.
 
 `SimulatedTransport` brings weights to replicas:
 
@@ -11,7 +11,7 @@ What the driver does for a batch beside these passes is within its first step.
     replica a  receive(a, v) ──waits────┼── all have come ──▶ ├─ max(send, recv) ── register ─▶ ReceiveReport
     replica b  receive(b, v) ──waits────┘                     └─ max(send, recv) ── register ─▶ ReceiveReport
 
-Like a collective: whoever comes first waits for the others, and both ends of a transfer are held for the slower one.
+Like a collective: the first to arrive waits for the others, and both ends of a transfer take as long as the slower.
 A call that is cancelled while it waits leaves nothing behind. The other side goes on waiting, for a later call or until
 its caller gives up: the time-out is the caller's.
 """
