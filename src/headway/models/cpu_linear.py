@@ -1,7 +1,7 @@
-"""Matrix products of linear layers on a CPU: by oneDNN where MKL, torch's own choice, uses half of the processor.
+"""Matrix products of linear layers on a CPU: by oneDNN on processors where MKL, torch's default, is slow.
 
-MKL computes with AVX2 on AMD's processors, whatever they have; oneDNN with AVX-512. Both compute in the dtype of their
-arguments and differ in the order of their sums alone. Small products are left to MKL: oneDNN makes a kernel for each
+On AMD's processors MKL always uses AVX2; oneDNN uses AVX-512 if there is any. Both compute in the dtype of their
+arguments, and differ only in the order of their sums. Small products are left to MKL: oneDNN makes a kernel for each
 new shape, and lines of tokens differ in length.
 
 Shape suffixes: N inputs of any shape before their last dimension, K features in, O features out.
@@ -68,9 +68,7 @@ class _Linear(torch.autograd.Function):
 
 
 def use_quickest(module: nn.Module) -> None:
-    """Let the linear layers of ``module`` compute by `linear`. Their weights must be whole tensors when they
-    compute.
-    """
+    """Let the linear layers of ``module`` compute by `linear`. Weights must be whole tensors in the forward pass."""
     if onednn_is_quicker():
         for layer in module.modules():
             if type(layer) is nn.Linear:  # not isinstance: a subclass may have a forward pass of its own

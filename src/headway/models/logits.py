@@ -1,9 +1,9 @@
-"""A model's treatment of its logits after its output layer, by its config alone: no torch, so that the doctor can ask.
+"""Scale and soft cap that a model applies to its output layer's result, by its config. Imports no torch.
 
     hidden states ─▶ output layer ─▶ × scale ─▶ cap · tanh(· / cap) ─▶ logits
 
-Names of config keys differ between families, and one name means a factor in one and a divisor in another: so the rules
-go by ``model_type``. `headway.models.output_layer` holds them against the model's own code before anything starts.
+Config keys differ between families: the same name is a factor in one family and a divisor in another. So the rules go
+by ``model_type``. `headway.models.output_layer` compares them with the model's own code before a run starts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """Rule of a model's logits: ``cap · tanh(scale · x / cap)``, with x what its output layer gives."""
+    """Rule of a model's logits: ``cap · tanh(scale · x / cap)``, where x is the output layer's result."""
 
     scale: float = 1.0
     """Factor of the output layer's result."""
@@ -34,7 +34,7 @@ PLAIN = LogitRule()
 def logit_rule(model_config: Any) -> LogitRule:
     """Return the rule of a model with this Hugging Face config; `PLAIN` for families that are not listed here."""
     make, key = _RULES.get(model_config.model_type, (None, ""))
-    # Of the text part, where a model reads more than text.
+    # The config of the text part, if a model reads more than text.
     value = getattr(model_config.get_text_config(), key, None) if make else None
     return PLAIN if make is None or value is None else make(float(value))
 
@@ -87,6 +87,6 @@ _RULES: Mapping[str, tuple[Callable[[float], LogitRule], str]] = {
     "recurrent_gemma": (_capped, "logits_soft_cap"),
     "xlstm": (_capped, "output_logit_soft_cap"),
 }
-"""What is made of which number of the config, by the type of the model."""
+"""Type of the model -> function from a number in the config to the rule, and the number's key."""
 
 _PLAIN_FAMILIES = frozenset({"gemma", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3"})

@@ -10,7 +10,7 @@ Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V vocabulary, or t
 
 Also here: a few fixed sequences whose log-probs tell whether two holders of a policy serve the same weights.
 
-Checksums prove that the right bytes arrived; the probe proves that what computes uses them. It is cheap enough for
+Checksums prove that the right bytes arrived; the probe proves that the model computes with them. It is cheap enough for
 every update, and its sequences are spread over the vocabulary so that embedding and head are sampled broadly.
 
     ids [4, 6]:   │ p p p p │ r r │      log-probs of the r, sequence by sequence: [8]
@@ -83,12 +83,12 @@ def chunked_logprobs(
     gradient; that of the entropy costs nothing unless it is used.
 
     Args:
-        hidden: what the head reads at the position that predicts each target.
+        hidden: hidden states that the head reads, at the position that predicts each target.
         temperature: positive; logits are divided by it.
         chunk_tokens: tokens computed at once; the default suits the device. The results do not depend on it.
         rule: the model's own scale and soft cap (`headway.models.logits.logit_rule`).
-        compiled: compile what is computed of a chunk; results differ in the last bits. Not done with a ``part``.
-        part: the part of all rows that ``weight`` and ``bias`` are. Then all ranks need equal ``chunk_tokens``.
+        compiled: compile the computation of a chunk; results differ in the last bits. Ignored with a ``part``.
+        part: the part of the vocabulary in ``weight`` and ``bias``. Then all ranks need equal ``chunk_tokens``.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
@@ -199,13 +199,13 @@ def _logprobs_of_part(
     targets_C: Tensor,
     part: VocabularyPart,
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Float[Tensor, " C"]]:
-    """The same by all ranks of ``part`` together, and the logarithm of what the exponentials of all logits sum to.
+    """Compute like `_logprobs`, by all ranks of ``part`` together; also returns the log-sum-exp of all logits.
 
     As Megatron-LM's vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053), with the entropy.
     """
     z_CV = _logits(hidden_CH, weight_VH, bias_V, rule)
     highest_C = z_CV.amax(dim=1) if z_CV.shape[1] else z_CV.new_full((len(z_CV),), -torch.inf)
-    # Of all ranks, before any exponential: with its own maximum each rank's sums would be in another scale.
+    # The maximum over all ranks, before any exponential: with different maxima, the ranks' sums would differ in scale.
     dist.all_reduce(highest_C, op=dist.ReduceOp.MAX, group=part.group)
     places_C, own_C = part.places(targets_C, z_CV.shape[1])
     # Before the weighted sum, which fills the logits in place.
@@ -226,7 +226,7 @@ def _of_chunks(function: Callable[..., Any], compiled: bool) -> Callable[..., An
         return function
 
     def run(weight_VH: Tensor, bias_V: Tensor | None, *given: Any) -> Any:
-        # Detached: whether a gradient is wanted is nothing to these functions, and would be another variant.
+        # Detached: these functions do not use `requires_grad`, and each setting would be another variant to compile.
         given = tuple(one.detach() if isinstance(one, Tensor) else one for one in given)
         tensors = [one for one in given if isinstance(one, Tensor)]
         if len(tensors[0]) == 1:  # for torch another variant
@@ -256,9 +256,9 @@ def _chunk_gradient(
     logsum_C: Tensor | None,
     part: VocabularyPart | None,
 ) -> tuple[Float[Tensor, "C V"], Float[Tensor, " V"] | None]:
-    """Gradient of what the output layer gives for one chunk, in its dtype, and that of the bias.
+    """Return the gradients of the output layer's result for one chunk, in its dtype, and of the bias.
 
-    Of Σ grad_logp·log p_target + Σ grad_entropy·S, first with respect to the logits.
+    The differentiated sum is Σ grad_logp·log p_target + Σ grad_entropy·S, first with respect to the logits.
     """
     logits_CV = _logits(hidden_CH, weight_VH, bias_V, rule)
     # Before the logits of a part become log-probs in place.

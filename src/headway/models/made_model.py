@@ -1,4 +1,4 @@
-"""A small model made from nothing: a causal LM with random weights and a character tokenizer, as a Hugging Face folder.
+"""Makes a small causal LM with random weights and a character tokenizer, as a Hugging Face folder.
 
 The tokenizer has one token for each character of ``vocabulary``, after ``<pad>`` (id 0) and ``<eos>`` (id 1). Encoding
 adds nothing, decoding joins without spaces, so text survives a round trip exactly. A character outside the vocabulary

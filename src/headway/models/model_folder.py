@@ -22,7 +22,7 @@ from headway.errors import ModelError
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Files of weights that transformers reads, too; only loading tells what is in them."""
+"""Other files of weights that transformers reads; their contents are known only after loading."""
 ADAPTER = "adapter_config.json"
 OPTIONAL_JSON = (
     "generation_config.json",
@@ -32,7 +32,7 @@ OPTIONAL_JSON = (
     "added_tokens.json",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-"""Files of tokenizers: at least one is there, unless the model brings a tokenizer's code of its own."""
+"""Files of tokenizers. A folder has at least one, unless the model has its own tokenizer code."""
 MODEL_SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt")
 """Suffixes of files by which a model's folder differs from another's."""
 WHOLE_BYTES = 4 * 2**20
@@ -42,9 +42,9 @@ GET_AGAIN = "copy or download it again"
 
 
 def check_folder(path: str) -> str | None:
-    """Check what can be told without loading anything, and return the ``model_type`` of ``config.json``.
+    """Check a model's folder without loading anything, and return the ``model_type`` of ``config.json``.
 
-    None where only the model's own code can tell more, and for a name on the hub, whose files come later.
+    None if only the model's own code can tell more, and for a name on the hub, whose files are not here yet.
 
     Raises:
         ModelError: not a folder, an adapter, a quantised model; or a file that is missing, cut short or not readable.
@@ -85,17 +85,17 @@ def hidden_size(path: str) -> int | None:
 
 
 def text_config(file: Path) -> dict[str, Any]:
-    """Read a ``config.json``; what it says of the model's text part stands for what it says of the whole."""
+    """Read a ``config.json``; values for the model's text part override those for the whole model."""
     config = read_object(file)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else config
 
 
 def find_folder(path: str | Path) -> Path | None:
-    """Return the folder that ``path`` is; None where it may be a model's name on the hub (``owner/name``) instead.
+    """Return ``path`` if it is a folder; None if it may be a model's name on the hub (``owner/name``).
 
     Raises:
-        ModelError: it is a file, or nothing that could be either.
+        ModelError: it is a file, or neither a folder nor a possible name.
     """
     if not str(path).strip():
         raise ModelError(f"model.path: got {str(path)!r}, expected a Hugging Face model folder")
@@ -162,7 +162,7 @@ def _check_weights(path: str, folder: Path) -> None:
 
 
 def _safetensors_files(folder: Path) -> list[str]:
-    """Return the names of the safetensors files that a folder's weights are in, or should be; none without such."""
+    """Return the names of the safetensors files that hold, or should hold, a folder's weights; empty if none."""
     if (folder / SAFETENSORS).exists():
         return [SAFETENSORS]
     if not (folder / SAFETENSORS_INDEX).exists():
@@ -255,8 +255,8 @@ class StoredTensor:
 def of_common_kinds(
     expected: Mapping[str, list[int]], found: list[StoredTensor], prefix: str
 ) -> tuple[dict[str, list[int]], list[StoredTensor]]:
-    """Return the tensors of the kinds, names but for numbers, that a model's files have and these files, too. Of others
-    transformers may know several forms."""
+    """Return the tensors whose kind (their name without numbers) both the model and these files have. transformers may
+    know several forms of other kinds."""
     kinds = {NUMBER.sub("*", name): 0 for name in expected}
     there = {one.name: _name_in_the_model(NUMBER.sub("*", one.name), kinds, prefix) for one in found}
     common = kinds.keys() & there.values()
@@ -268,8 +268,8 @@ def compare(path: str, model: Any, expected: Mapping[str, list[int]], found: lis
     """Compare the tensors ``found`` in the files of ``path`` with the shapes that ``model`` expects, by their names.
 
     Raises:
-        ModelError: one of another shape, that the model or the files lack, or of integers; or two that differ, and are
-            one by ``config.json``.
+        ModelError: a tensor has another shape, is missing in the model or the files, or holds integers; or two tensors
+            differ that ``config.json`` ties.
     """
     there = {_name_in_the_model(one.name, expected, model.base_model_prefix): one for one in found}
     parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones under each of their names
@@ -280,7 +280,7 @@ def compare(path: str, model: Any, expected: Mapping[str, list[int]], found: lis
     not_read = re.compile("|".join((*NOT_READ, *(model._keys_to_ignore_on_load_unexpected or ()))))
     # "(?!)" matches nothing, and an empty pattern would match every name.
     optional = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or "(?!)")
-    # Each kind of problem only where those before it found nothing: one mistake would show as several.
+    # Each kind of problem only if the earlier ones found nothing: one mistake would show up as several.
     problems = [
         f"{name} is {one.shape} in the file, and {expected[name]} by config.json"
         for name, one in sorted(there.items())
@@ -316,7 +316,7 @@ def compare(path: str, model: Any, expected: Mapping[str, list[int]], found: lis
 
 
 def _name_in_the_model(name: str, expected: Mapping[str, Any], prefix: str) -> str:
-    """Return a weight's name in the model, which may have a head's prefix more or less; else ``name`` itself."""
+    """Return a weight's name in the model, which may have one head prefix more or less; else ``name`` itself."""
     if name not in expected:
         for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
             if other in expected:

@@ -1,4 +1,4 @@
-"""Trying a model's own code: its logits must be its output layer's under `headway.models.logits`' rule.
+"""Trial of a model's own code: its logits must equal its output layer's result under `headway.models.logits`' rule.
 
     made-up hidden states ─▶ the model's forward pass, its decoder left out ─▶ logits
                      └────▶ a small output layer ─▶ the rule ──────────────▶ logits, too
@@ -36,12 +36,12 @@ def apply_rule(output: Tensor, rule: LogitRule) -> Tensor:
 def check_output_layer(lm: PreTrainedModel, whose: str) -> LogitRule:
     """Make sure that log-probs can be computed from hidden states, and return the rule by which.
 
-    ``whose`` begins the message: the model's path, or the name of who holds it. ``lm`` is as it was afterwards, and may
-    be on the meta device: then only what comes after the decoder is tried, and a model whose code cannot be run in this
-    way passes until it is loaded, unless it has weights there.
+    ``whose`` begins the message: the model's path, or the name of its owner. ``lm`` is unchanged afterwards, and may be
+    on the meta device. Then only the code after the decoder is tried. If that code cannot run without the decoder, the
+    model passes until it is loaded, unless there are weights after the decoder.
 
     Raises:
-        ModelError: the output layer is no linear layer, or logits differ from what the rule makes of its result.
+        ModelError: the output layer is no linear layer, or the logits differ from the rule applied to its result.
     """
     if not isinstance(lm.get_output_embeddings(), nn.Linear):
         raise ModelError(f"{whose}: {_family(lm)} has an output layer that is not a linear layer; {_WAY_OUT}")
@@ -69,7 +69,7 @@ def _family(lm: PreTrainedModel) -> str:
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
-    """Tell whether both are equal but for rounding in ``expected``'s dtype, in sums as large as its largest value."""
+    """Tell whether both are equal up to rounding in ``expected``'s dtype, relative to its largest value."""
     if actual.shape != expected.shape:
         return False
     exact = expected.dtype in (torch.float32, torch.float64)
@@ -79,7 +79,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _as_a_whole(lm: PreTrainedModel, rule: LogitRule) -> tuple[Tensor, Tensor]:
-    """Logits of two tokens from the last hidden states and by the model itself, with its weights."""
+    """Return logits of two tokens, from the last hidden states by the rule, and by the model itself."""
     head = lm.get_output_embeddings()
     ids = torch.arange(2, device=head.weight.device).unsqueeze(0) % lm.config.get_text_config().vocab_size
     output = head(lm.base_model(input_ids=ids, use_cache=False).last_hidden_state)
@@ -110,7 +110,7 @@ def _without_decoder(lm: PreTrainedModel) -> tuple[Tensor, Tensor] | None:
 
 
 def _has_other_weights(lm: PreTrainedModel) -> bool:
-    """Tell whether something with weights lies between the decoder and the output layer, or behind it."""
+    """Tell whether a module with weights lies between the decoder and the output layer, or after it."""
     known = {id(p) for part in (lm.base_model, lm.get_output_embeddings()) for p in part.parameters()}
     return any(id(p) not in known for p in lm.parameters())
 

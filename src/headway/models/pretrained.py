@@ -1,6 +1,6 @@
-"""Opening models and tokenizers, with one message on what is wrong with one that cannot be opened.
+"""Opening models, with a single message if one cannot be opened.
 
-Also here: the export of a model as an ordinary Hugging Face folder, all of it or nothing.
+Also here: the atomic export of a model as an ordinary Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headway.runtime.progress import progress_here
 DECODERS_ALWAYS = ("gpt_neox", "gpt_neox_japanese")
 """Model types that are decoders although their config's ``is_decoder`` is false."""
 LOADING = threading.Lock()
-"""Lock held while a model is loaded: roles of one process load theirs one after the other."""
+"""Lock held while a model is loaded: roles of one process load their models one after the other."""
 
 
 def load_model(
@@ -41,8 +41,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Open the causal LM at ``path`` on the CPU, all weights in ``dtype``, in evaluation mode (no dropout).
 
-    ``path`` is a Hugging Face folder, or a model's name on the hub. ``divide`` makes parameters of the model, which are
-    on the meta device then, `DTensor`: of these, only this rank's part is read.
+    ``path`` is a Hugging Face folder, or a model's name on the hub. ``divide`` turns parameters of the model, still on
+    the meta device, into `DTensor`: only this rank's part of these is read.
 
     Raises:
         ModelError: no such folder, no config, weights that are missing, incomplete or unreadable, or not a causal LM.
@@ -81,8 +81,8 @@ def load_model(
 
 
 def _takes_grouped_products(model: PreTrainedModel) -> bool:
-    """Tell whether one product can compute all experts of a layer: torch wants rows of whole 16 bytes, so of multiples
-    of 8 numbers whatever the dtype. Where tp divides experts, the part that is here counts.
+    """Tell whether one product can compute all experts of a layer: torch needs rows of multiples of 16 bytes, so of 8
+    numbers for any dtype. If tp divides experts, this rank's part counts.
     """
     stacked = (of for name, of in model.named_parameters() if of.ndim == 3 and ".experts." in name)
     here = (of.to_local() if isinstance(of, DTensor) else of for of in stacked)
@@ -93,7 +93,7 @@ def _takes_grouped_products(model: PreTrainedModel) -> bool:
 def _divided_by(divide: Callable[[PreTrainedModel], None] | None) -> Iterator[dict[str, Any]]:
     """Context in which ``from_pretrained``, with the arguments given, has models divided by ``divide``.
 
-    In place of what `transformers` does for a `DistributedConfig`: FSDP2 on all decoders alike, and no other mesh.
+    It replaces what `transformers` does for a `DistributedConfig`: FSDP2 on all decoders alike, and no other mesh.
     """
     if divide is None:
         yield {}
@@ -110,8 +110,8 @@ def _divided_by(divide: Callable[[PreTrainedModel], None] | None) -> Iterator[di
     initialize = PreTrainedModel._initialize_missing_keys
 
     def without_weights(model: PreTrainedModel, is_quantized: bool) -> None:
-        # A weight that is missing ends in an error. To draw it first would be a collective, which the ranks that miss
-        # none of their part would not come to.
+        # A missing weight ends in an error. Initialising it first would be a collective, and ranks that miss no weight
+        # would not take part.
         for parameter in model.parameters():
             parameter._is_hf_initialized = True
         initialize(model, is_quantized)
@@ -157,7 +157,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def attention(model_config: Any) -> str | None:
-    """Choose the attention that a model needs of ``transformers``; None: whichever it chooses by itself.
+    """Return the ``transformers`` attention that a model needs; None: its default.
 
     A soft cap on the scores (Gemma 2, and Gemma 3 where its config has one) exists in its eager attention alone.
     """
@@ -167,8 +167,8 @@ def attention(model_config: Any) -> str | None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' tables of what it did not find, which `load_model` says in one message, and its progress
-    bars: they would tear the live view, and fill the workers' logs.
+    """Silence transformers' progress bars and its tables of missing weights, which `load_model` reports in one message.
+    They would disrupt the live view, and fill the workers' logs.
     """
     before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

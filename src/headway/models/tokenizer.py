@@ -1,10 +1,10 @@
-"""Opening tokenizers, with one message on what is wrong with one that cannot be opened. Imports no torch.
+"""Opening tokenizers, with a single message if one cannot be opened. Imports no torch.
 
-Also here: the text of single tokens, for people who look at what a model said token by token.
+Also here: the text of single tokens, to show answers token by token.
 
-Ids are text only together: a tokenizer leaves out the space before a first word, and a token of a byte-level vocabulary
-may be a part of a character. So each token is decoded behind another one, whose text is taken off again, and bytes that
-are no whole character are spelled.
+Ids have a text only in context: a tokenizer drops the space before a first word, and a byte-level token may be part of
+a character. So each token is decoded after another one, whose text is then removed, and bytes that are no whole
+character are written out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-"""transformers' name of the variable without which it gives advice on what is not installed."""
+"""Variable that silences transformers' advice on packages that are not installed."""
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 """transformers' name of its warning of a text with more tokens than ``model_max_length``; a tokenizer gives it once."""
 
@@ -56,7 +56,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.deprecation_warnings[TOO_LONG] = True  # as if it had been given
+    tokenizer.deprecation_warnings[TOO_LONG] = True  # marks the warning as already given
     return tokenizer
 
 
@@ -112,7 +112,7 @@ def torch_hidden() -> Iterator[None]:
 
 
 def check_folder(path: str | Path) -> None:
-    """Check a path: one that is there must be a model's folder, another may be a name on the hub (``owner/name``)."""
+    """Check a path: if it exists it must be a model's folder; otherwise it may be a hub name (``owner/name``)."""
     folder = find_folder(path)
     if folder is not None and not (folder / "config.json").is_file():
         raise without_config(path)
@@ -124,7 +124,7 @@ def expanded(path: str | Path) -> str:
 
 
 ANCHORS = ("a", "0", "1", ".")
-"""Texts of which the first one that is a token of its own stands before each token."""
+"""Candidates for the text before each token: the first that is a single token is used."""
 REPLACEMENT = "\ufffd"
 
 

@@ -3,8 +3,8 @@
     files        …experts.0.gate_proj.weight [I, H]   …experts.0.up_proj.weight [I, H]   …experts.1.gate_proj.weight …
     parameter    …experts.gate_up_proj [E, 2 · I, H]
 
-Everybody who does not compute with a model knows it by its files: other engines, exported folders, other releases. So
-weights travel, and are written, under the files' names.
+Other engines, exported folders and other releases know a model by its files. So weights are sent and written under the
+files' names.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def persistent_buffers(lm: PreTrainedModel) -> dict[str, torch.Tensor]:
 def file_tensors(lm: PreTrainedModel, *, buffers: bool = False) -> list[FileTensor]:
     """Return the tensors of the files of ``lm``, which may be divided over ranks, in the order of its parameters.
 
-    ``buffers``: those that the files have, too.
+    ``buffers``: also return the buffers in the files.
 
     Raises:
-        ModelError: its files hold something else than parts of its parameters: transposed or computed ones.
+        ModelError: its files hold tensors that are no parts of its parameters, but transposed or computed from them.
     """
     held = dict(lm.named_parameters()) | (persistent_buffers(lm) if buffers else {})
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}

@@ -1,7 +1,7 @@
-"""Attention over packed lines on GPUs, by torch's FlexAttention: one kernel, whose mask is the layout's.
+"""Attention over packed lines on GPUs, by torch's FlexAttention: one kernel, with the layout's mask.
 
-A token k is seen by q where k ≤ q < (end of k's subtree), and by positions where a layer has a window. Blocks of which
-no pair is seen cost nothing.
+Token q attends to token k if k ≤ q < (end of k's subtree) and, in a layer with a window, if their positions are close
+enough. Blocks without such a pair cost nothing.
 
 Shape suffixes: L tokens of a line, H heads, G heads of keys and values, D head size, E that of values.
 """
@@ -37,8 +37,8 @@ def flex(
 ) -> Float[Tensor, "1 L H E"]:
     """Attend as ``layout`` says. For the arguments see `headway.models.attention.packed_attention`.
 
-    ``compiled=False`` computes the same by torch's definition of it, on any device: for tests, since it holds all
-    scores at once.
+    ``compiled=False``: use torch's reference implementation, on any device. It is for tests: it holds all scores at
+    once.
     """
     mask = block_mask(layout, window, compiled=compiled)
     # TRITON: left to itself torch takes its kernel for decoding where a line is short (under 128 tokens). That one has

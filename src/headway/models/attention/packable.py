@@ -4,8 +4,8 @@
                        └──────────▶ one packed line, `packed_attention` ─────────────────────▶ the same, or the model
                                                                                                keeps padded rows
 
-Models differ in more than a list of names could follow (attention of their own, recurrence, masks that they make
-themselves), so each is tried, with its weights, on a few tokens, and with windows so short that they matter.
+Models differ too much for a list of names (own attention, recurrence, own masks). So each model is tried, with its
+weights, on a few tokens, and with windows short enough to matter.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "local_window_size", "wind
 
 
 def use_packed_attention(lm: PreTrainedModel, *, on_gpu: bool = False) -> str | None:
-    """Have ``lm``, which has its weights, attend over packed lines from now on; ``on_gpu``: that is where it will.
+    """Make ``lm``, with its weights loaded, attend over packed lines from now on; ``on_gpu``: it will run on a GPU.
 
-    Returns why it cannot; it is then as it was, and its rows have to be padded.
+    Returns the reason if it cannot. The model is then unchanged, and its rows have to be padded.
 
     Raises:
-        ModelError: its decoder gives no hidden states, from which log-probs are computed.
+        ModelError: its decoder returns no hidden states, which log-probs need.
     """
     before = lm.config._attn_implementation
     if (why := unpackable(lm)) is not None:
@@ -75,8 +75,8 @@ def use_packed_attention(lm: PreTrainedModel, *, on_gpu: bool = False) -> str | 
 
 
 def unpackable(lm: PreTrainedModel) -> str | None:
-    """Return why a model cannot attend over packed lines, as far as its class and config tell: it may be on the meta
-    device. None where only a trial can tell more."""
+    """Return the reason, from class and config, why a model cannot attend over packed lines. None if only a trial can
+    tell more. The model may be on the meta device."""
     if not lm._can_set_attn_implementation():
         return "its attention is its own"
     if lm._is_stateful:
@@ -89,7 +89,7 @@ def unpackable(lm: PreTrainedModel) -> str | None:
 
 
 def undivided(path: str, cp: int, why: str) -> ModelError:
-    """Return the error for a model at ``path`` whose lines ``cp`` ranks cannot divide: they are padded rows."""
+    """Return the error for a model at ``path`` that needs padded rows, which ``cp`` ranks cannot divide."""
     return ModelError(
         f"{path}: actor.parallel.cp={cp} divides packed lines of tokens, and this model's rows have to be padded: "
         f"{why}. Set actor.parallel.cp=1"
@@ -109,7 +109,7 @@ def _ropes(config: Any) -> set[str]:
 
 
 def _rows(vocabulary: int) -> list[Ids]:
-    """Two rows with nine tokens in common, and a third."""
+    """Return two rows with nine tokens in common, and a third row."""
     tokens = ((np.arange(24) * 7 + 1) % vocabulary).astype(np.int32)
     return [tokens[:13], np.concatenate([tokens[:9], tokens[13:18]]), tokens[18:24]]
 
@@ -130,7 +130,7 @@ def _packed_hidden(lm: PreTrainedModel, trees: Sequence[Tree], device: torch.dev
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
-    """Tell whether both are equal up to rounding in sums as large as the largest value."""
+    """Tell whether both are equal up to rounding, relative to the largest value."""
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
     largest = max(1e-3, float(expected.abs().max()))
     return torch.allclose(actual.float(), expected.float(), rtol=0.0, atol=tolerance * largest)

@@ -49,12 +49,12 @@ def packed_attention(
     """Attend as ``layout`` says. The arguments are those that `transformers` gives its attention functions.
 
     Args:
-        sliding_window: a token sees those less than so many positions before it.
+        sliding_window: a token attends only to tokens less than this many positions before it.
         softcap: scores are cap · tanh(score / cap).
         s_aux: a score of each head that takes part in the softmax and has no value (attention sinks).
 
     Raises:
-        ValueError: there is a mask, or more than one line: the model wants what a layout does not say.
+        ValueError: there is a mask, or more than one line: a layout cannot express these.
     """
     if attention_mask is not None or len(query) != 1:
         raise ValueError("packed attention takes one line of tokens, and a layout in place of a mask")
@@ -124,7 +124,7 @@ def _operands(part: AttentionPart, q_LHD: Tensor, k_LGD: Tensor, v_LGE: Tensor) 
 
 
 def _as_line(line: Float[Tensor, "L G D"], grad: Float[Tensor, "B H N D"]) -> Float[Tensor, "BN G D"]:
-    """Gradient of what `_gather` took from ``line``, token by token."""
+    """Return the gradient by tokens of ``line``, given the gradient of the tensor that `_gather` took from it."""
     heads, own = grad.shape[1], line.shape[1]
     if own != heads:
         grad = grad.unflatten(1, (own, heads // own)).sum(2)
@@ -140,7 +140,7 @@ def _add(line: Float[Tensor, "L G D"], places: Places, values: Float[Tensor, "N 
 
 
 def _summed(part: AttentionPart, values: Float[Tensor, "N G D"]) -> tuple[Places, Float[Tensor, "U G D"]]:
-    """Places of a part's keys, and the sum of the ``values`` of each."""
+    """Return the places of a part's keys, and the sum of ``values`` at each place."""
     if part.sums is None:
         return part.keys, values
     # Much quicker than `index_add`, and the same each time.
@@ -149,7 +149,7 @@ def _summed(part: AttentionPart, values: Float[Tensor, "N G D"]) -> tuple[Places
 
 
 def _kept(part: AttentionPart, values: Float[Tensor, "B H Q ..."]) -> Float[Tensor, "M H ..."]:
-    """Values of the queries that are not dropped, in the order of ``part.places``."""
+    """Return the values of the queries that are not dropped, in the order of ``part.places``."""
     flat = values.transpose(1, 2).flatten(0, 1)
     return flat if part.kept is None else flat.index_select(0, part.kept)
 
@@ -157,7 +157,7 @@ def _kept(part: AttentionPart, values: Float[Tensor, "B H Q ..."]) -> Float[Tens
 def _merged(
     out_LHE: Tensor, lse_LH: Tensor, part: AttentionPart, own_MHE: Tensor, own_MH: Tensor
 ) -> tuple[Float[Tensor, "M H E"], Float[Tensor, "M H"]]:
-    """Results of a part's queries so far, merged with those of the part itself."""
+    """Merge the results of a part's queries so far with the results of the part itself."""
     so_far_MH = _take(lse_LH, part.places)
     both_MH = torch.logaddexp(so_far_MH, own_MH)
     so_far_MHE = _take(out_LHE, part.places).to(both_MH.dtype)
@@ -220,7 +220,7 @@ def _by_definition(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Float[Tensor, "L H E"]:
-    """Attend with all scores of a part at once, for what no kernel computes: soft caps, sinks, values of other sizes.
+    """Attend with all scores of a part at once, for cases without a kernel: soft caps, sinks, values of another size.
 
     In float32, or float64 for float64.
     """

@@ -3,12 +3,12 @@
 A line's segments stand behind each other as `headway.data.packing` says. Attention takes them in parts, each of
 which is a batch of queries with keys of their own:
 
-    causal   a segment's tokens among themselves, or those of a whole row: what another row has, too, is dropped there
+    causal   a segment's tokens, or a whole row's, among themselves; results that another row also has are dropped
     view     a segment's tokens, or a piece of them, and the keys of their whole path, under a mask
-    subtree  all that stands behind a segment, and the segment's keys: no copies, no mask
+    subtree  all tokens below a segment, and the segment's keys: no copies, no mask
 
-A tree is computed as whole rows, as views, or as its segments and what stands behind them, whose results are merged by
-their log-sum-exps: in whichever way costs least.
+A tree is computed as whole rows, as views, or as segments and subtrees, whose results are merged by their log-sum-exps:
+whichever costs least.
 
 Ranks may divide a line: see `headway.models.attention.sequence_ranks`.
 
@@ -63,16 +63,16 @@ class Item:
     keys: Places
     """Places of the keys."""
     dropped: int = 0
-    """Number of first queries whose results another item has, too."""
+    """Number of leading queries whose results are dropped because another item also has them."""
     before: int = 0
     """Number of keys before the first query's own, in a view; 0 in other kinds."""
     level: int = 0
-    """Number of segments above the one that a subtree stands behind; 0 in other kinds."""
+    """Depth of a subtree's segment: the number of segments above it; 0 in other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Index that sums a part's key values by place in the line. N of the B times K are no padding."""
+    """Index that sums a part's key values by place in the line. N: number of keys, of B · K, that are no padding."""
 
     order: Int[Tensor, " N"]
     """Indices of the keys, those of one place behind each other."""
@@ -93,15 +93,15 @@ class AttentionPart:
     keys: Int[Tensor, " BK"] | slice
     """Places of the keys, B times K."""
     mask: Float[Tensor, "B 1 Q K"] | None
-    """What is added to the scores, 0 or -inf; None where all is seen or, of ``causal``, all that is not later."""
+    """Numbers added to the scores, 0 or -inf; None if all keys are seen or, for ``causal``, all that are not later."""
     kept: Int[Tensor, " M"] | None
-    """Indices into ``queries`` of those whose results are not dropped; None where none is."""
+    """Indices into ``queries`` of the queries whose results are kept; None if none is dropped."""
     dropped: Int[Tensor, " R"] | None
-    """Indices of the others."""
+    """Indices into ``queries`` of the queries whose results are dropped; None if none is."""
     places: Int[Tensor, " M"] | slice
     """Places in the line of the queries that are kept, each once."""
     sums: Sums | None
-    """How gradients of keys are added up; None where ``keys`` has each place once, in a slice."""
+    """Index that sums gradients of keys; None if ``keys`` is a slice, which has each place once."""
 
 
 class PackedLayout:
@@ -112,13 +112,13 @@ class PackedLayout:
     __slots__ = ("ends_L", "masks", "positions", "positions_L", "ranks", "segments", "windows")
 
     def __init__(self, segments: Segments, positions: Places, ranks: SequenceRanks | None = None) -> None:
-        """``positions``: of each token in its rows, [L]. ``ranks``: those that divide the line, if any do."""
+        """Set up. ``positions``: position [L] of each token in its rows. ``ranks``: ranks that divide the line."""
         self.segments, self.positions, self.ranks = segments, positions, ranks
         self.positions_L: Int[Tensor, " L"] = torch.from_numpy(positions)
         """The positions, on the device that attention computes on; see `at`."""
         tokens = np.diff(np.append(segments.starts, len(positions)))
         self.ends_L: Int[Tensor, " L"] = torch.from_numpy(np.repeat(segments.ends, tokens))
-        """The place behind the subtree of each token's segment, on the same device."""
+        """End of the subtree of each token's segment, as a place in the line, on the same device."""
         self.windows: dict[int | None, list[AttentionPart]] = {}
         """Window of the layers → the parts made so far."""
         self.masks: dict[int | None, Any] = {}
@@ -131,7 +131,7 @@ class PackedLayout:
         return cls(Segments.join([tree.segments for tree in trees]), positions, ranks)
 
     def at(self, positions_L: Int[Tensor, " L"], ends_L: Int[Tensor, " L"]) -> PackedLayout:
-        """Lay the line out where these copies of `positions_L` and `ends_L` are; returns the layout itself."""
+        """Use these copies of `positions_L` and `ends_L`, and their device; returns the layout itself."""
         self.positions_L, self.ends_L = positions_L, ends_L
         return self
 
@@ -147,8 +147,8 @@ class PackedLayout:
         if window is not None and window > self.positions.max():
             window = None  # the window is longer than every row
         if window not in self.windows:
-            # Subtrees of one level are disjoint. A query has a place in several levels', whose results are merged one
-            # after the other: within a part only one of them would be kept.
+            # Subtrees of one level are disjoint. A query is in subtrees of several levels, whose results are merged one
+            # after the other: within one part only one of them would be kept.
             levels: dict[tuple[int, int], list[Item]] = {}
             for item in _items(self.segments, self.positions, window):
                 levels.setdefault((item.kind.value, item.level), []).append(item)
@@ -227,9 +227,7 @@ def _segments(root: int, following: int, segments: Segments, stops: Places) -> l
 
 
 def _views(root: int, following: int, segments: Segments, stops: Places, window: int | None) -> list[Item]:
-    """Return an item for each segment of a tree with its whole path; under a window in pieces with their visible
-    keys.
-    """
+    """Return an item for each segment of a tree with its whole path, or for each piece with its keys in the window."""
     items = []
     for _, own, path in _paths(root, following, segments, stops):
         depth = len(path) - len(own)
@@ -275,7 +273,7 @@ def _part(kind: AttentionKind, items: Sequence[Item], window: int | None, device
     kept_BQ = (column < query_lengths[:, None]) & (column >= np.array([[item.dropped] for item in items]))
     seen = None
     if kind is AttentionKind.VIEW:
-        # Padding sees what the item's last query does, whose place it has.
+        # Padding sees the same keys as the item's last query, whose place it has.
         last = np.minimum(column, query_lengths[:, None] - 1)
         at_BQ1 = (last + np.array([[item.before] for item in items]))[..., None]
         seen = np.arange(long) <= at_BQ1
@@ -317,7 +315,7 @@ def _places(array: NDArray[np.int64], device: torch.device) -> Tensor | slice:
 
 
 def _padded(arrays: Sequence[Places]) -> NDArray[np.int64]:
-    """Arrays as rows of one, each continued by its last element."""
+    """Stack arrays as rows, each padded with its last element."""
     lengths = np.array([len(array) for array in arrays])
     ends = np.cumsum(lengths)
     columns = np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
@@ -326,7 +324,7 @@ def _padded(arrays: Sequence[Places]) -> NDArray[np.int64]:
 
 
 def _mask(seen: NDArray[np.bool_], device: torch.device) -> Float[Tensor, "B 1 Q K"]:
-    """Numbers that are added to scores. One for all items where they are equal."""
+    """Return the numbers that are added to scores: a single mask for all items if they are equal."""
     items = len(seen)
     if items > 1 and seen.size > MOST_PAIRS and (seen == seen[:1]).all():
         seen = seen[:1]

@@ -30,7 +30,7 @@ class SequenceRanks:
 
     group: ProcessGroup
     rank: int
-    """Place of this rank among them."""
+    """Index of this rank among them."""
     size: int
     """Number of ranks."""
 
@@ -59,9 +59,9 @@ class SequenceRanks:
         return of_heads.chunk(self.size)[self.rank]
 
     def joined(self, values: Float[Tensor, " u"], places: Int[Tensor, " u"], total: int) -> Float[Tensor, " U"]:
-        """Return the ``total`` values of all ranks, of which this one has those at ``places``.
+        """Return the ``total`` values of all ranks; this rank has ``values``, at ``places``.
 
-        Every rank is to compute the same from them: the gradient of its own values is its own.
+        Every rank has to compute the same loss from them: the gradient is not summed over the ranks.
         """
         joined: Tensor = _Joined.apply(values, places, total, self.group)  # type: ignore[no-untyped-call]
         return joined
