@@ -7,6 +7,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 from headway.cli import cli
 from headway.config.loading import dump
 from headway.config.schema import Config
+from headway.events import Event, GroupSettled, TrajectoryFinished
 from headway.reports import sample_query
 from headway.reports.record.events_file import EventsFile
 from headway.reports.run_directory import RunLock
@@ -242,6 +244,30 @@ def test_a_group_that_was_not_drawn_is_told_from_the_record(run_dir: Path) -> No
     whole = json.loads(said(run_dir, "4", "--json"))
     assert (whole["group"], whole["fate"], whole["prompt"]) == (4, "trained", None)
     assert whole["why"].startswith("It was not drawn")
+
+
+def test_a_group_whose_episodes_failed_before_their_first_turn_is_told_from_the_record(tmp_path: Path) -> None:
+    reason = "episode failed: the program raised KeyError: 'x' (my_agent.py:4, in my_run)"
+    events = EventsFile(tmp_path / "events.jsonl", print)
+    for event in ScriptedRun(versions=1).build():
+        if isinstance(event, TrajectoryFinished) and event.number == 3:
+            failed: Event = replace(event, version_spans=[], tokens=0, turns=0, replica="", failure=reason)
+        elif isinstance(event, GroupSettled) and event.number == 3:
+            failed = replace(event, fate="failed", reason=reason)
+        else:
+            failed = event
+        events.on_event(failed)
+    events.close()
+    told = said(tmp_path, "3")
+    assert told.splitlines()[0].startswith(f"group 3: failed ({reason}) at version 0")
+    assert told.splitlines()[-1].endswith("samples.jsonl is missing.")
+
+
+def test_underscores_of_a_reason_stay() -> None:
+    output = io.StringIO()
+    one = sample(1, [], fate="in_flight", reason="KeyError: 'x' (my_reward.py:4, in my_score)")
+    print_group(one, Console(file=output, width=160))
+    assert "group 1: in flight (KeyError: 'x' (my_reward.py:4, in my_score))" in output.getvalue()
 
 
 # ---------------------------------------------------------------------------------------------- bad input

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from headway.events import (
     Event,
+    GroupSettled,
     Note,
     PromptsLeftOut,
     ReplicaLost,
@@ -179,6 +180,22 @@ def test_without_a_terminal_there_is_one_line_per_version_and_validation_and_nev
     assert lines[-1].endswith("completed")
 
 
+def test_version_lines_count_the_groups_that_failed() -> None:
+    lines = plain_lines(with_failures(ScriptedRun(versions=3).build(), ["the reward failed"]))
+    assert re.search(r"  5 filtered  1 failed$", next(line for line in lines if "  version 2 " in line))
+
+
+def with_failures(run: list[Event], reasons: list[str]) -> list[Event]:
+    """Let the first filtered groups of a run fail, each for a reason."""
+    left = iter(reasons)
+    return [
+        replace(event, fate="failed", reason=reason)
+        if isinstance(event, GroupSettled) and event.fate == "filtered" and (reason := next(left, None))
+        else event
+        for event in run
+    ]
+
+
 def final_block(run: list[Event], model: Path | None, folder: Path = Path("r")) -> str:
     metrics = RunMetrics()
     for event in run:
@@ -201,6 +218,15 @@ def test_the_final_block_says_what_came_of_the_run_where_things_lie_and_what_to_
     assert "does not balance" not in text and "did not rise" not in text and "best" not in text
     assert re.search(r"Not trained: \d+ filtered \(\d+ no variance\)", text)
     assert "headway show" not in text
+
+
+def test_the_final_block_counts_one_fault_that_quotes_answers_once_and_says_how_many_others_there_are() -> None:
+    failures = [f"exception: KeyError: '{n}' (my_reward.py:4, in score)" for n in range(5)]
+    failures += ["timeout after 1 s"] * 3 + ["no number"] * 2 + ["other", "another"]
+    text = final_block(with_failures(ScriptedRun(versions=8).build(), failures), None).replace("\n", " ")
+    told = " ".join(text.split())
+    assert "12 failed (5 exception: KeyError: '0' (my_reward.py:4, in score) and alike, 3 timeout after 1 s" in told
+    assert "2 no number, and 2 others)" in told
 
 
 def test_the_final_block_names_the_command_for_what_was_said_where_something_was_kept(tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ def _print_episodes(episodes: Sequence[Mapping[str, Any]], console: Console) -> 
         cells.append(human.count(one["length"]))
         if programs:
             cells += [str(one["turns"]), human.duration(one["worked_s"]), human.duration(one["waited_s"])]
-        versions = one.get("versions") or sorted({v for row in one["rows"] for v in row["versions"] if v >= 0})
+        # No rows where it is known by the record; no versions where it failed before its first token.
+        versions = one.get("versions") or sorted({v for row in one.get("rows", ()) for v in row["versions"] if v >= 0})
         cells += [", ".join(map(str, versions)) or human.UNKNOWN, human.duration(one["finished"] - one["started"])]
         lines.append([Text(visible(cell)) for cell in (*cells, one["replica"], _end_of(one))])
 
@@ -230,7 +231,8 @@ def _end_of(one: Mapping[str, Any]) -> str:
 
 
 def _fate(fate: str, reason: str | None) -> str:
-    return visible(f"{fate} ({reason})" if reason else fate).replace("_", " ", 1)
+    words = fate.replace("_", " ")
+    return visible(f"{words} ({reason})" if reason else words)
 
 
 def _range(lengths: Sequence[int] | None) -> str:

@@ -223,3 +223,15 @@ def pickled_beside(file: str) -> Any:
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     sys.path.extend(entry for entry in whole["path"] if entry not in (*sys.path, folder))
     return pickle.loads(whole["pickled"])
+
+
+def without_message(reason: str) -> str:
+    """Return the reason of a failure without its error's message, which often quotes an answer: type and place stay.
+
+    Failures that have the same text then are one fault. Other reasons are returned as they are.
+    """
+    return _MESSAGE.sub(r"\1\2", reason)
+
+
+_MESSAGE = re.compile(r"((?:exception:|raised) \w+): .*( \([^()]+:\d+, in \S+\))$", re.DOTALL)
+"""Text of an error between its type and the user's line, as `headway.errors.raised_by` writes them."""

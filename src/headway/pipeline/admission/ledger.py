@@ -6,7 +6,6 @@ ended: a reward that fails has to be mended, one that is the same for all answer
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from headway.data.types import Prompt
 from headway.errors import LedgerImbalance, NothingToTrain
 from headway.pipeline.admission.sample_collector import DrawnGroup
+from headway.runtime.user_code import without_message
 
 
 class Fate(StrEnum):
@@ -169,9 +169,6 @@ ADVICE = {
 }
 """Fate of the groups that did not fail -> advice, when nothing is left to train on."""
 
-_ALIKE = re.compile(r"((?:exception:|raised) \w+): .*( \([^()]+:\d+, in \S+\))$", re.DOTALL)
-"""Text of an error between its type and the user's line. It often quotes the answer, so it differs each time."""
-
 Ends = Counter[tuple[Fate, str]]
 """Number of groups by (fate, reason)."""
 
@@ -206,7 +203,7 @@ def timed_out(reason: str) -> bool:
 def _counted(reasons: Iterable[str]) -> str:
     kinds: dict[str, list[str]] = {}
     for reason in reasons:
-        kinds.setdefault(_ALIKE.sub(r"\1\2", reason), []).append(reason)
+        kinds.setdefault(without_message(reason), []).append(reason)
     shown = sorted(kinds.values(), key=len, reverse=True)[:SHOWN]
     text = "; ".join(_kind(alike) for alike in shown)
     rest = sum(map(len, kinds.values())) - sum(map(len, shown))

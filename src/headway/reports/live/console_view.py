@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,9 @@ from rich.text import Text
 
 from headway.events import Event
 from headway.reports import human
+from headway.reports.metrics.group_tally import OTHER_REASONS
 from headway.reports.run_directory import RunDirectory
+from headway.runtime.user_code import without_message
 
 BIASED_BELOW = 0.9
 REASONS_SHOWN = 3
@@ -109,10 +112,26 @@ def _not_trained(summary: dict[str, Any]) -> Text:
     """
     parts = []
     for fate, reasons in summary["reasons"].items():
-        frequent = sorted(reasons.items(), key=lambda item: -item[1])[:REASONS_SHOWN]
-        why = ", ".join(f"{human.count(times)} {reason}" for reason, times in frequent)
-        parts.append(f"{human.count(summary['groups'][fate])} {fate} ({why})")
+        parts.append(f"{human.count(summary['groups'][fate])} {fate} ({_frequent(reasons)})")
     return Text(f"Not trained: {'; '.join(parts)}.")
+
+
+def _frequent(reasons: Mapping[str, int]) -> str:
+    """Return the most frequent of ``reasons`` with their counts. Those that differ only by an error's message, which
+    may quote an answer, count as one.
+    """
+    kinds: dict[str, Counter[str]] = {}
+    for reason, times in reasons.items():
+        if reason != OTHER_REASONS:
+            kinds.setdefault(without_message(reason), Counter())[reason] += times
+    shown = sorted(kinds.values(), key=Counter.total, reverse=True)[:REASONS_SHOWN]
+    parts = [f"{human.count(kind.total())} {max(kind, key=kind.__getitem__)}{_alike(kind)}" for kind in shown]
+    others = sum(reasons.values()) - sum(map(Counter.total, shown))
+    return ", ".join([*parts, *([f"and {human.count(others)} others"] if others else [])])
+
+
+def _alike(kind: Counter[str]) -> str:
+    return " and alike" if len(kind) > 1 else ""
 
 
 def _episodes(summary: dict[str, Any]) -> Text:
@@ -123,8 +142,7 @@ def _episodes(summary: dict[str, Any]) -> Text:
         parts.append(f"{human.number(agents['num_turns/mean'])} turns on average (at most {agents['num_turns/max']})")
     if "environment_s/share" in agents:
         parts.append(f"{human.share(agents['environment_s/share'])} of their time in the environment")
-    frequent = sorted(summary["episodes_failed"].items(), key=lambda item: -item[1])[:REASONS_SHOWN]
-    why = f" ({', '.join(f'{human.count(times)} {reason}' for reason, times in frequent)})" if frequent else ""
+    why = f" ({_frequent(summary['episodes_failed'])})" if summary["episodes_failed"] else ""
     return Text(f"{', '.join(parts)}; {human.count(counts['failed'])} failed{why}.")
 
 

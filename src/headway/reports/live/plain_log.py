@@ -69,8 +69,8 @@ class PlainView:
         if started is not None:
             of = "" if started.total_groups is None else f"/{human.count(started.total_groups)}"
             parts.append(f"{human.count(progress.trained)}{of} groups")
-            if filtered := progress.metrics.tally.fates["filtered"]:
-                parts.append(f"{human.count(filtered)} filtered")
+            fates = progress.metrics.tally.fates
+            parts += [f"{human.count(fates[fate])} {fate}" for fate in ("filtered", "failed") if fates[fate]]
             if (seconds := progress.seconds_left) is not None:
                 parts.append(f"{human.duration(seconds)} left")
         return "  ".join(parts)
