@@ -158,7 +158,7 @@ class TokenTexts:
         return _bytes_spelled(str(self._tokenizer.convert_ids_to_tokens(id) or piece))
 
     def _find_anchor(self) -> tuple[list[int], str]:
-        """Return a token behind which others are decoded, and its text; nothing where no token serves."""
+        """Return the token after which others are decoded, and its text; both empty if no token is suitable."""
         vocabulary = self._tokenizer.get_vocab()
         for text in ANCHORS:
             # Twice: a space before it is left out at the beginning, and shows in the second one.

@@ -45,11 +45,11 @@ from headway.models.weight_files import file_tensors, persistent_buffers
 from headway.runtime.progress import progress_here
 
 LONGEST = 2048
-"""Most response tokens of a row that is shown; longer ones lack their middle."""
+"""Most response tokens of a row that is shown; longer responses are shown without their middle."""
 
 
 class SampledRows:
-    """Rows of drawn groups on one rank, as an optimizer step trains them: what a run shows of them.
+    """Collects, on one rank, the rows of sampled groups as an optimizer step trains them, for the run's reports.
 
     Other rows cost nothing.
     """
@@ -64,7 +64,7 @@ class SampledRows:
         """Rows that were seen, by place. Read at the end: reading would wait for the device."""
 
     def look(self, rows: Sequence[CollatedRow], logprobs: Float[Tensor, " M"], entropy: Float[Tensor, " M"]) -> None:
-        """Take what is shown of one micro-batch: its rows, and what the forward pass says of their tokens."""
+        """Collect one micro-batch's wanted rows, with the forward pass's results for their tokens."""
         lengths = [len(row.loss_mask) for row in rows]
         # Detached: the graph would stay in memory.
         parts = (values.detach().split(lengths) for values in (logprobs, entropy))

@@ -76,7 +76,7 @@ class BatchTotals:
     sequences: float
     """Number of episodes with at least one token that the loss counts."""
     lengths: Mapping[TrajectoryId, int] = field(default_factory=dict)
-    """Numbers of tokens that the loss counts, of those episodes of this rank that have several rows."""
+    """Episode of this rank with several rows -> number of its tokens that the loss counts."""
 
 
 def count(rows: Sequence[CollatedRow]) -> BatchTotals:
@@ -135,7 +135,7 @@ class Learner:
     ) -> None:
         """Set up the optimizer of ``module``, and a schedule of ``total_steps``.
 
-        ``whole_copies``: copies have all that this rank holds, for `restore_copy`, and not only what it writes.
+        ``whole_copies``: copies have all data of this rank, for `restore_copy`, not only the part that it writes.
         """
         assert module.mesh is not None
         self._module, self._mesh = module, module.mesh
@@ -191,13 +191,13 @@ class Learner:
 
     @contextmanager
     def copy_bytes(self) -> Iterator[list[memoryview]]:
-        """Bytes of what `copy_state` copied, which can be set. It makes no other copy within the block."""
+        """Context with the writable bytes of the copy that `copy_state` made. No other copy is made in the block."""
         with self._writing:
             self._copied = None
             yield self._host.views()
 
     def restore_copy(self) -> None:
-        """Set weights, optimizer and schedule to the copy in host memory, the bytes of which may have been set."""
+        """Set weights, optimizer and schedule to the copy in host memory, whose bytes may have been overwritten."""
         steps = torch.tensor(0)
         self._host.restore({**self._state(), "steps": steps})
         self._steps = int(steps)
@@ -243,7 +243,7 @@ class Learner:
         return {"model": weights, "optimizer": {"state": moments}}
 
     def _meet_shards(self) -> None:
-        """Have the optimizer's parameters be what FSDP has as this rank's parts: it may have put them elsewhere."""
+        """Point the optimizer's parameters at this rank's parts in FSDP, which may have moved them."""
         for name, parameter in self._parameters.items():
             self._shards[name].data = local(parameter)
 

@@ -56,25 +56,25 @@ class MicroBatch:
     input_ids: Int[Tensor, "N l"]
     """This rank's part of the line of packed tokens, [1, l], all of it where no ranks divide it; or padded rows."""
     predictors: Int[Tensor, " u"]
-    """Index in the flattened ``input_ids`` of each response token's predecessor, whose hidden state predicts it: of
-    those that this rank computes."""
+    """Index in the flattened ``input_ids`` of the predecessor of each response token that this rank computes. Its
+    hidden state predicts the token."""
     targets: Int[Tensor, " U"]
     """Ids of the response tokens."""
     places: Int[Tensor, " u"] | None = None
     """Index of the ``predictors`` among those of all ranks that divide the line; None where this one has all U."""
     which: Int[Tensor, " M"] | None = None
-    """Index of each row's response tokens among the U; None where they are those, in order."""
+    """Index of each row's response tokens among the U; None if they are the U tokens in order."""
     layout: PackedLayout | None = None
     """Layout of the line; None for padded rows."""
     positions: Int[Tensor, " L"] | None = None
     """Position of each token of the line in its rows; None for padded rows."""
     ends: Int[Tensor, " L"] | None = None
-    """Place behind what may see each token of the line (`PackedLayout.ends_L`); None for padded rows."""
+    """End of the subtree that may see each token of the line (`PackedLayout.ends_L`); None for padded rows."""
     part: slice | None = None
     """Places of this rank's tokens in the line, where it is divided over ranks; None where the rank has all."""
 
     def spread(self, values: Float[Tensor, " U"]) -> Float[Tensor, " M"]:
-        """Give every row what was computed once for several. Differentiable."""
+        """Copy values that were computed once for several rows to each of these rows. Differentiable."""
         return values if self.which is None else values.index_select(0, self.which)
 
     def decoder_inputs(self) -> dict[str, Any]:

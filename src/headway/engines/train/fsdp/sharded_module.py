@@ -98,7 +98,7 @@ class ShardedModule(nn.Module):
         raise NotImplementedError
 
     def check(self, whose: str) -> None:
-        """Try what is computed behind the decoder, in `forward`. Raises `ModelError`, which begins with ``whose``."""
+        """Test the computation after the decoder, in `forward`. Raises `ModelError`, which begins with ``whose``."""
 
     def _predicting(self, decoder: nn.Module, batch: MicroBatch) -> Float[Tensor, "u H"]:
         """Hidden states of this rank's positions that predict a response token.
@@ -110,7 +110,7 @@ class ShardedModule(nn.Module):
         return predicting_uH
 
     def _of_all(self, values: Float[Tensor, " u"], batch: MicroBatch) -> Float[Tensor, " M"]:
-        """Numbers of all response tokens of the rows, from those that this rank has computed."""
+        """Return the numbers of all response tokens of the rows, given those that this rank has computed."""
         if batch.places is not None and self.ranks is not None:
             values = self.ranks.joined(values, batch.places, len(batch.targets))
         return batch.spread(values)
@@ -125,10 +125,10 @@ class ShardedModule(nn.Module):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def compile_parts(self) -> None:
-        """Compile the layers' forward passes, for lines of any length: one layer's kernels serve all; and what comes
-        behind them, where `compute` has use for it.
+        """Compile the layers' forward passes, for lines of any length, and the computation after them if `compute` uses
+        it. One layer's kernels serve all layers.
 
-        Like `recompute_activations`, which comes after it, inside FSDP's hooks.
+        Like `recompute_activations`, which has to follow, it works inside FSDP's hooks.
         """
         self.compiled = True
         for layer in self.decoder_layers:
@@ -199,7 +199,7 @@ def _own(parameter: Tensor) -> Tensor:
 
 
 def _part(weight: Tensor) -> VocabularyPart | None:
-    """The part of the vocabulary that this rank's rows of the head's ``weight`` are; None where they are all."""
+    """Return the part of the vocabulary in this rank's rows of the head's ``weight``; None if it has all rows."""
     if not isinstance(weight, DTensor) or not weight.placements[0].is_shard(0):
         return None
     mesh = weight.device_mesh
@@ -346,7 +346,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
 
 
 def _agreed(lm: PreTrainedModel, try_out: Callable[[], str | None]) -> str | None:
-    """Return why rows are padded, on any rank: then all pad. What a rank raises is raised on all."""
+    """Return the reason of any rank to pad rows: then all ranks pad. An exception of a rank is raised on all."""
     before = lm.config._attn_implementation
     reasons = on_all_ranks(try_out)
     # One answer for all: ranks that packed the same rows differently would meet in collectives of different sizes.

@@ -4,8 +4,8 @@
     at the end      header END ─▶ digests ─▶ all meet            (the sender returns when every receiver has everything)
     on the sender's own error     header GIVE_UP                 (receivers fail at once; the group stays good)
 
-When a collective fails, or a receiver gives up, both sides leave the group: a member that still waits learns of it by
-the broken connection, and the next update needs a link of another generation: a group on another prefix of the store.
+When a collective fails, or a receiver gives up, both sides leave the group. A member that still waits notices the
+broken connection. The next update needs a link of another generation, whose group uses another prefix of the store.
 """
 
 from __future__ import annotations
@@ -185,6 +185,6 @@ class _SenderGaveUp(UpdateFailed):
 
 
 def _signed(numbers: Sequence[int]) -> torch.Tensor:
-    """Numbers of 64 bits, with a sign or without, as int64."""
+    """Return signed or unsigned 64-bit numbers as int64."""
     # torch refuses integers from 2⁶³ on for int64.
     return torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in numbers])

@@ -3,8 +3,9 @@
     <directory>/<dtype>/version_7.safetensors      one folder for each dtype that receivers are served in
 
 As a transport, for late joiners, other systems, and machines that share only a directory. A file appears under its name
-when it is complete, and the newest two versions stay. The directory is for one run alone: a sender takes what it finds
-there for its predecessor's. The flat bytes of the weights are the file's data as they are.
+when it is complete, and the newest two versions stay. The directory belongs to a single run: a sender treats files
+that it finds there as those of an earlier sender of the run. The file's data are the unchanged flat bytes of the
+weights.
 
     model-00001-of-00002.safetensors    [8 bytes: header's length][header: JSON][tensors, without a gap]
     model.safetensors.index.json        which file has which tensor
