@@ -163,7 +163,7 @@ class ResourcePool:
         ``may_grow``: True if further nodes may join the cluster.
 
         Raises:
-            ConfigError: the nodes could not hold the run even if they were free.
+            ConfigError: the nodes could not hold the run even if free; the message names needed and present devices.
             StallError: they could, but had no room within ``timeout_s``.
         """
         loop = asyncio.get_running_loop()

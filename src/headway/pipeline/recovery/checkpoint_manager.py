@@ -226,7 +226,7 @@ class CheckpointManager:
             await self.writing.acquire()
         try:
             with self._attributed(version), waiting_for("the state to be copied for a checkpoint"):
-                if critic is not None and not (snapshots and critic.own_ranks):  # a critic has no snapshots
+                if critic is not None and not (snapshots and critic.own_ranks):  # own ranks have no snapshots
                     await critic.copy_state()
                     driver_state = {**driver_state, "critic": critic.steps.state()}
                 await self.actor.trainer.copy_state()
