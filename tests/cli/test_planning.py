@@ -213,6 +213,19 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_record_is_read(tm
         assert done.stderr.startswith(f"error: {option} {tmp_path}/none/file cannot be written (No such file")
 
 
+def test_a_default_file_of_a_report_that_cannot_be_written_is_named_with_the_option_that_moves_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "events.jsonl").touch()
+    (tmp_path / "trace.json").mkdir()
+    done = run("report", str(tmp_path), "--html", str(tmp_path / "page.html"))
+    assert done.exit_code == 2
+    assert done.stderr == (
+        f"error: {tmp_path}/trace.json cannot be written (Is a directory); with --trace, give a file that you may "
+        "write to, where there is room\n"
+    )
+
+
 @pytest.mark.parametrize("option", ["--json", "--html"])
 def test_a_disk_that_fills_while_a_plan_is_written_is_one_message_after_the_plan(profile: Path, option: str) -> None:
     done = run("plan", str(profile), "--budget", "0.5", option, "/dev/full")

@@ -196,6 +196,11 @@ def test_the_page_lies_in_the_first_run_or_where_it_is_asked_to(tmp_path: Path) 
     assert typed(*runs, "--html", tmp_path / "c.html")[0] == 0
     assert json.loads(Data.of((tmp_path / "c.html").read_text()))["charts"]
     assert "would overwrite" in typed(*runs, "--html", runs[1] / "events.jsonl")[1]
+    (runs[0] / "compare.html").unlink()
+    (runs[0] / "compare.html").mkdir()
+    code, text = typed(*runs)
+    assert code == 1
+    assert f"error: {runs[0]}/compare.html cannot be written (Is a directory); with --html, give a file that" in text
 
 
 class Data:

@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from itertools import chain
@@ -168,23 +168,31 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def writing(option: str, path: Path, error: type[HeadwayError] = RunError) -> Iterator[None]:
-    """Raise ``error`` when writing ``path``, which ``option`` gave, fails with an `OSError` in the block."""
+def writing(option: str, path: Path, error: type[HeadwayError] = RunError, *, default: bool = False) -> Iterator[None]:
+    """Raise ``error`` when writing ``path`` fails with an `OSError` in the block. ``option`` gave that path, or could
+    have: it is the command's ``default``.
+    """
     try:
         yield
     except OSError as cause:
+        named, give = (path, f"with {option}, give") if default else (f"{option} {path}", "give")
         raise error(
-            f"{option} {path} cannot be written ({cause.strerror or cause}); give a file that you may write to, where "
-            "there is room"
+            f"{named} cannot be written ({cause.strerror or cause}); {give} a file that you may write to, where there "
+            "is room"
         ) from cause
 
 
-def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
-    """Check each option's file by `check_writable`, and that no two options name one file. Raises `ConfigError`."""
+def check_outputs(
+    outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (), defaults: Container[str] = ()
+) -> None:
+    """Check each option's file by `check_writable`, and that no two options name one file. Raises `ConfigError`.
+
+    ``defaults``: options that were not given, whose files are the command's own choice.
+    """
     taken: dict[object, tuple[str, Path]] = {}
     among = list(inputs)
     for option, path in outputs.items():
-        check_writable(option, path, among)
+        check_writable(option, path, among, default=option in defaults)
         if path is None or (path.exists() and not path.is_file()):
             continue
         # By inode where the file is there: two names may lead to one file.
@@ -193,17 +201,17 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (
             raise ConfigError(f"{other} {same} and {option} {path} are one file; give two")
 
 
-def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
+def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = (), *, default: bool = False) -> None:
     """Check that ``path`` can be written, before minutes of work that could not be saved. Leaves ``path`` unchanged.
 
     Raises `ConfigError` when it cannot be opened, or when it is a file of ``inputs`` or in a folder among them. A pipe
-    or a device is not opened: its reader could take that for the end.
+    or a device is not opened: its reader could take that for the end. ``default``: as in `writing`.
     """
     if path is None:
         return
     if path == Path("-"):
         raise ConfigError(f"{option} -: expected a file; nothing is written to standard output by this name")
-    with writing(option, path, ConfigError):
+    with writing(option, path, ConfigError, default=default):
         there = path.exists()
         if there and not path.is_file() and not path.is_dir():
             return

@@ -99,7 +99,8 @@ def report(
     from headway.reports.report import report as write
 
     wanted = places(run, html, trace)
-    check_outputs({"--html": wanted.html, "--trace": wanted.trace}, files_of_run(run))
+    defaults = [option for option, given in {"--html": html, "--trace": trace}.items() if given is None]
+    check_outputs({"--html": wanted.html, "--trace": wanted.trace}, files_of_run(run), defaults)
     written = write(run, html, trace, versions)
     typer.echo(f"page: {written.html}\ntrace, for ui.perfetto.dev: {written.trace}")
     if not written.adds_up:

@@ -51,7 +51,7 @@ def compare(
     width = None if sys.stdout.isatty() else UNBOUNDED  # in a pipe rich would cut names and paths at 80 columns
     print_comparison(found, Console(highlight=False, width=width))
     path = html or runs[0] / "compare.html"
-    with writing("--html", path):
+    with writing("--html", path, default=html is None):
         write_page(found, path)
     typer.echo(f"\ncurves: {path}")
 

@@ -123,8 +123,8 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None, versi
     shown = for_page(samples)
     timeline = _timeline(run, [sample for sample in shown if "group" in sample], versions)
     write_page = partial(write_html, samples=shown, name=run.resolve().name)
-    _write(write_page, timeline, written.html, "--html")
-    _write(write_trace, timeline, written.trace, "--trace")
+    _write(write_page, timeline, written.html, "--html", default=html is None)
+    _write(write_trace, timeline, written.trace, "--trace", default=trace is None)
     return replace(written, damaged=samples.damaged, adds_up=bool(timeline.summary["balanced"]))
 
 
@@ -199,12 +199,15 @@ def events_file_of(run: Path) -> Path:
     return RunDirectory.existing(run, RunDirectory(run).events.name).events
 
 
-def _write(write: Callable[[Timeline, Path], None], timeline: Timeline, path: Path, option: str) -> None:
+def _write(
+    write: Callable[[Timeline, Path], None], timeline: Timeline, path: Path, option: str, *, default: bool
+) -> None:
     try:
         write(timeline, path)
     except OSError as cause:
         error = RunError if cause.errno in FULL else ConfigError
+        named, give = (path, f"with {option}, give") if default else (f"{option}: got {path}, which", "give")
         raise error(
-            f"{option}: got {path}, which cannot be written ({cause.strerror or cause}); give a file in a directory "
-            "that exists and has room"
+            f"{named} cannot be written ({cause.strerror or cause}); {give} a file in a directory that exists and has "
+            "room"
         ) from cause
