@@ -275,6 +275,7 @@ class CommandProgram(Program):
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            transport.close()  # an input that is not read would stay open until the event loop has gone
             await process.wait()
         if status != 0:
             said = " ".join(errors.decode(errors="replace").split()) or "it printed no error"
