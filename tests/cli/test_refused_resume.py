@@ -172,6 +172,13 @@ def test_what_is_refused_leaves_the_run_as_it_was(name: str, recipe: Path, tmp_p
     assert _matches(MESSAGES[name].message, shown, tmp_path), shown
 
 
+def test_a_dry_run_refuses_a_run_that_is_complete(recipe: Path, tmp_path: Path) -> None:
+    run = Stopped(recipe, tmp_path / "run")
+    assert "this run is complete, at version 4; there is nothing to resume" in refused(run, "--dry-run")
+    done = run_here("train", "--resume", str(run.directory.path), LONGER, "--dry-run")
+    assert done.exit_code == 0, done.output
+
+
 @pytest.mark.slow
 def test_a_refused_resume_leaves_nothing_of_the_ray_that_it_began(recipe: Path, tmp_path: Path) -> None:
     """Starts and ends a Ray of its own, which takes seconds."""

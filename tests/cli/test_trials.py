@@ -43,6 +43,8 @@ async def agent(row, base_url, api_key):
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
         async with client.post(f"{base_url}/chat/completions", json=asked) as answer:
             return float((await answer.json())["choices"][0]["message"]["content"] == row["answer"])
+def loss_with_a_reference(inputs, params): return inputs.logprobs - inputs.ref_logprobs, {}
+def advantages_with_values(inputs): return inputs.rewards - inputs.values[:, 0]
 """
 RECIPE = """
 mode: on_policy
@@ -66,6 +68,14 @@ FAULTS = {
         "returned (Tensor [], dict); expected the loss of each",
     ),
     "a loss without a gradient": (f"{LOSS}loss_detached", "its loss has no gradient with respect to inputs.logprobs"),
+    "a loss with a reference that the run has not": (
+        f"{LOSS}loss_with_a_reference",
+        "raised TypeError: .* in loss_with_a_reference); expected the loss of each token",
+    ),
+    "advantages with values that the run has not": (
+        f"{ESTIMATOR}advantages_with_values",
+        "raised TypeError: .* in advantages_with_values); expected a tensor",
+    ),
     "a correction that raises": (
         "algorithm.rollout_correction.name=own.py:correction_raises async_training.use_rollout_log_probs=false",
         "raised ValueError: no weights (own.py:8, in correction_raises); expected the weight of each token",
@@ -92,7 +102,12 @@ FAULTS = {
         "(data.jsonl, line .*): the agent made no turn: it ended without an answer",
     ),
 }
-QUICK = ["a loss that raises", "advantages that are no numbers", "a reward that an empty answer breaks"]
+QUICK = [
+    "a loss that raises",
+    "a loss with a reference that the run has not",
+    "advantages that are no numbers",
+    "a reward that an empty answer breaks",
+]
 
 
 @pytest.fixture
@@ -137,6 +152,11 @@ def test_what_was_tried_is_told_and_what_was_not(dry_run: Callable[..., str]) ->
     assert "tried: the reward exact_match gives 1 for ground truths and 0 for empty answers (3 rows)" in output
     assert "tried: own.py:loss, own.py:advantages, forward and backward" in output
     assert "not tried: weights, devices" in output
+
+
+def test_a_loss_is_tried_with_the_reference_that_the_run_has(dry_run: Callable[..., str]) -> None:
+    output = dry_run(f"{LOSS}loss_with_a_reference", "actor.use_kl_loss=true")
+    assert "tried: own.py:loss_with_a_reference, forward and backward" in output
 
 
 def test_of_a_task_the_tried_problems_alone_are_made(dry_run: Callable[..., str]) -> None:

@@ -142,7 +142,7 @@ def _next(path: Path) -> list[str]:
 
 
 def _check(text: str, model: ModelFacts) -> None:
-    """Check the recipe as a dry run does. A model that lacks weights or a tokenizer is not opened."""
+    """Check the recipe as the doctor does. A model that lacks weights or a tokenizer is not opened."""
     from headway.api.checks.trials import check_dry
     from headway.cli.train_command import load_checked
 

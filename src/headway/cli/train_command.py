@@ -168,10 +168,12 @@ def _resume(given: str, overrides: list[str], dry_run: bool, static: bool, resta
 
         raise typer.Exit(keep_going(["train", "--resume", str(run), *overrides], run, restarts, debug=debug))
     if dry_run:
+        from headway.api.run.new_run import check_incomplete
         from headway.pipeline.admission.run_journal import changed_since
         from headway.reports.run_directory import RunDirectory
 
         check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
+        check_incomplete(run, before, loaded.config)
         if changed := changed_since(RunDirectory(run).journal, loaded.config):
             say(f"what the journal has is left out, and removed: {', '.join(changed)} changed")
         _dry_run(loaded, static)

@@ -40,6 +40,8 @@ class LossInputs:
     mask: Bool[Tensor, "N T"]
     """Mask [N, T], True at tokens that the policy wrote. May have holes."""
     ref_logprobs: Float[Tensor, "N T"] | None = None
+    """Log-probs log π_ref of the reference policy, in nats; None without ``actor.use_kl_loss`` or
+    ``algorithm.use_kl_in_reward``."""
     entropy: Float[Tensor, "N T"] | None = None
     finished: Bool[Tensor, " N"] | None = None
     """Flag of each answer, True if it has ended; None: all have. Only ``t_ppo`` uses them."""

@@ -29,6 +29,7 @@ from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.api.checks import preflight
 from headway.config.schema import Config
+from headway.config.sizing.placement import needs_critic, needs_reference
 from headway.data.files import Record
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, GenerateRequest
@@ -265,7 +266,7 @@ def _try_algorithm(config: Config) -> None:
     if algorithm.adv_estimator in own:
         ids = tuple(TrajectoryId(0, row, 0, k) for row in range(2) for k in range(2))
         lengths, numbers = [3, 2, 3, 1], np.arange(4)
-        rows = [_row(length, id) for length, id in zip(lengths, ids, strict=True)]
+        rows = [_row(config, length, id) for length, id in zip(lengths, ids, strict=True)]
         outcomes = Outcomes(
             ids,
             np.array([1, 0, 0, 1], np.float32),
@@ -289,7 +290,7 @@ def _try_algorithm(config: Config) -> None:
         behaviour_logprobs=logprobs - 0.2,
         advantages=torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]),
         mask=torch.tensor([[True, True, True], [True, True, False]]),
-        ref_logprobs=logprobs - 0.3,
+        ref_logprobs=logprobs - 0.3 if needs_reference(config) else None,
         entropy=torch.rand(2, 3, generator=generator),
         finished=torch.tensor([True, False]),
     )
@@ -311,9 +312,9 @@ def _try_algorithm(config: Config) -> None:
             )
 
 
-def _row(length: int, episode: TrajectoryId) -> CollatedRow:
+def _row(config: Config, length: int, episode: TrajectoryId) -> CollatedRow:
     column = np.full(length, -0.5, np.float32)
-    names = ("ref_logprobs", "prox_logprobs", "values")
+    names = ["ref_logprobs", "prox_logprobs", *(["values"] if needs_critic(config) else [])]
     return CollatedRow(
         np.zeros(2 + length, np.int32),
         2,

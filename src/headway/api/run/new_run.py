@@ -153,15 +153,8 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         driver_state: DriverState = read_state(checkpoints.actor(version))["extra"]
         cursor = driver_state["source"]
         changes = check_changes(before, config, version, epochs_begun=cursor["epoch"] + (cursor["position"] > 0))
-        longer = _is_longer(before, config, version)
-        if record.ended == Status.COMPLETED and is_of_the_end(directory, [version]) and not longer:
-            total, epochs = config.rollout.total_rollout_steps, config.data.epochs or 1
-            length = f"rollout.total_rollout_steps={2 * total}" if total is not None else f"data.epochs={2 * epochs}"
-            raise UserError(
-                f"{path}: this run is complete, at version {version}; there is nothing to resume. To train it longer "
-                f"give a new length, like {length}"
-            )
-        if driver_state["data_ended"] and longer:
+        _check_incomplete(directory, record, version, before, config)
+        if driver_state["data_ended"] and _is_longer(before, config, version):
             raise ConfigError(
                 f"data.epochs: the run ended where its data did, within version {version}: it has trained "
                 f"{driver_state['consumed']} groups, which is no multiple of {config.groups_per_version} per version. "
@@ -229,6 +222,33 @@ def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Surviving
         f"{path}: there is no complete checkpoint to resume from; {when_saved(config)}. Start over "
         f"with: headway train {directory.config} run.dir=ANOTHER{oftener}"
     )
+
+
+def check_incomplete(path: Path, before: Config, config: Config) -> None:
+    """Check, for ``--dry-run``, that the run in the directory ``path`` has something left to train. Reads only.
+
+    Raises:
+        UserError: the run is complete, and ``config`` does not make it longer than ``before``.
+        DataError: the record is damaged.
+    """
+    directory = RunDirectory(path)
+    record = look_through(directory.events)
+    if record.ended == Status.COMPLETED:
+        version = _newest(directory, Checkpoints(directory.checkpoints), record, before)
+        _check_incomplete(directory, record, version, before, config)
+
+
+def _check_incomplete(
+    directory: RunDirectory, record: SurvivingRecord, version: int, before: Config, config: Config
+) -> None:
+    complete = record.ended == Status.COMPLETED and is_of_the_end(directory, [version])
+    if complete and not _is_longer(before, config, version):
+        total, epochs = config.rollout.total_rollout_steps, config.data.epochs or 1
+        length = f"rollout.total_rollout_steps={2 * total}" if total is not None else f"data.epochs={2 * epochs}"
+        raise UserError(
+            f"{directory.path}: this run is complete, at version {version}; there is nothing to resume. To train it "
+            f"longer give a new length, like {length}"
+        )
 
 
 def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
