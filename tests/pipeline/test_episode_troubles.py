@@ -54,6 +54,13 @@ def test_many_failed_episodes_are_a_warning_with_reasons_and_what_to_do():
     assert "logs/*-programs.log" in text
 
 
+def test_failures_that_quote_different_answers_are_counted_as_one_in_the_warning():
+    faults = [f"program p.py:run raised KeyError: '{n}' (p.py:4, in run)" for n in range(64)]
+    mixed = [episode(failure=why) if n % 4 == 0 else episode() for n, why in enumerate(faults)]
+    (text,) = told(mixed)
+    assert "failed (16× program p.py:run raised KeyError: '0' (p.py:4, in run) and alike): " in text
+
+
 def test_limits_that_end_half_of_the_episodes_are_told_once():
     cut = episode(limit="tokens", reason=FinishReason.LENGTH)
     (text,) = told(some(2, cut))

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import FinishReason, Trajectory
+from headway.pipeline.admission.ledger import counted
 
 SHOWN = 3
-"""Number of different rewards, or reasons, that a warning lists with their counts."""
+"""Number of different rewards that a warning lists with their counts."""
 
 VERSIONS, LEAST_FILTERED = 4, 128
 """Number of versions in the window of groups, and fewest groups in it if a filter drops groups with equal rewards."""
@@ -173,8 +174,7 @@ class EpisodeTroubles:
         failed = [episode for episode in self._episodes if episode.failure is not None]
         if not self._is_due("failures", len(failed) / self.window, FAILED_FROM, WORSE):
             return None
-        counted = Counter(str(episode.failure) for episode in failed).most_common(SHOWN)
-        reasons = "; ".join(f"{times}× {why}" for why, times in counted)
+        reasons = counted(str(episode.failure) for episode in failed)
         return (
             f"of the last {self.window} episodes {len(failed)} ({len(failed) / self.window:.0%}) failed ({reasons}): "
             f"what they cost is lost, and they are not trained on. {_advice(failed)}"

@@ -175,7 +175,7 @@ Ends = Counter[tuple[Fate, str]]
 
 def all_discarded(ends: Ends) -> NothingToTrain:
     """Return the error for `DISCARDED_VERSIONS` · B groups discarded in a row, counted in ``ends``."""
-    reasons = _counted(f"{fate}: {why}" for fate, why in ends.elements())
+    reasons = counted(f"{fate}: {why}" for fate, why in ends.elements())
     fates = Counter(fate for fate, _ in ends.elements()).most_common()
     to_do = ADVICE | {Fate.FAILED: _on_failures(why for fate, why in ends if fate is Fate.FAILED)}
     advice = ". ".join(to_do[fate] for fate, times in fates if times >= WORTH_ADVICE * ends.total())
@@ -188,7 +188,7 @@ def cannot_be_scored(what: str, reasons: list[str]) -> str:
     """Return the message for scores that all failed: one sentence on the failure, and one of advice."""
     of_programs = all(reason.startswith(EPISODE_FAILED) for reason in reasons)
     failed = "no episode could be made of" if of_programs else "the reward failed for all of"
-    return f"{failed} {what} ({_counted(reasons)}). {_on_failures(reasons)}"
+    return f"{failed} {what} ({counted(reasons)}). {_on_failures(reasons)}"
 
 
 def _on_failures(reasons: Iterable[str]) -> str:
@@ -200,7 +200,8 @@ def timed_out(reason: str) -> bool:
     return "timeout after" in reason
 
 
-def _counted(reasons: Iterable[str]) -> str:
+def counted(reasons: Iterable[str]) -> str:
+    """Return the most frequent reasons with their counts. Those that differ only by an error's message are one."""
     kinds: dict[str, list[str]] = {}
     for reason in reasons:
         kinds.setdefault(without_message(reason), []).append(reason)
