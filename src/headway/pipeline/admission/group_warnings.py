@@ -21,7 +21,7 @@ from headway.data.types import FinishReason, Trajectory
 from headway.pipeline.admission.ledger import counted
 
 SHOWN = 3
-"""Number of different rewards that a warning lists with their counts."""
+"""Number of different rewards, or reasons of a filter, that a warning lists with their counts."""
 
 VERSIONS, LEAST_FILTERED = 4, 128
 """Number of versions in the window of groups, and fewest groups in it if a filter drops groups with equal rewards."""
