@@ -178,6 +178,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
         ("a", b"", "end in .jsonl, .csv or .parquet, not 'nothing'"),
         ("a.csv", b"prompt,answer\n", "no rows"),
         ("a.csv", b"question,answer\n1,2\n", "line 1: there is no column 'prompt'; there are question, answer"),
+        ("a.csv", b"prompt\n1\n", "no column 'answer'; .* give each row an empty one, .answer.: ..$"),
         ("a.csv", b"prompt,answer,prompt\n1,2,3\n", "line 1: two columns have one name"),
         ("a.csv", b"prompt,answer\n1,2\n3\n", "line 3: 1 fields, and the first line names 2 columns"),
         ("a.csv", b'prompt,answer\n"1,2\n', "line 2: not CSV: unexpected end of data; a text with quotes"),

@@ -10,7 +10,7 @@ import csv
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,12 +162,12 @@ def check_columns(present: Iterable[str], columns: Columns | None, where: str) -
     if columns is None:
         return
     names = list(present)
-    missing = [] if columns.prompt in names else [repr(columns.prompt)]
+    missing = [] if columns.prompt in names else [columns.prompt]
     within = columns.answer == "auto" and not missing
     if not within and not any(key in names or key.partition(".")[0] in names for key in columns.answers):
-        missing += map(repr, columns.answers)
+        missing += columns.answers
     if missing:
-        raise _missing(missing, names, where)
+        raise _missing(missing, names, where, columns)
 
 
 def _within(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
@@ -185,11 +185,13 @@ def _within(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
     return found
 
 
-def _missing(keys: Iterable[str], present: Iterable[str], where: str) -> DataError:
+def _missing(keys: Sequence[str], present: Iterable[str], where: str, columns: Columns) -> DataError:
+    key = columns.answers[-1]
+    unneeded = f'. Where no answer is needed, give each row an empty one, "{key}": ""' if key in keys else ""
     return DataError(
-        f"{where}: there is no column {' or '.join(keys)}; there are {', '.join(present) or 'none'}. "
+        f"{where}: there is no column {' or '.join(map(repr, keys))}; there are {', '.join(present) or 'none'}. "
         "Set data.prompt_key and data.answer_key, or prompt_key and answer_key of the source, to the columns that hold "
-        "prompt and answer"
+        f"prompt and answer{unneeded}"
     )
 
 
@@ -208,7 +210,7 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str |
             return key, value  # no step of the key was missing
     if columns.answer == "auto" and (last := answer_within(row[columns.prompt])) is not None:
         return None, last
-    raise _missing(map(repr, columns.answers), [*row, *_within(row, columns.answers)], where)
+    raise _missing(columns.answers, [*row, *_within(row, columns.answers)], where, columns)
 
 
 def _text_lines(file: Path) -> Iterator[tuple[str, str]]:
