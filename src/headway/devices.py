@@ -70,7 +70,7 @@ class DeviceKind:
     pins_host_memory: bool = False
     """True if buffers in host memory are page-locked, because copies from them to the devices are faster."""
     runs_ahead: int = 0
-    """Number of decoding steps launched ahead of reading the tokens of the step before; 0 if work is not queued."""
+    """Number of decoding steps launched before the tokens of the step before are read; 0 if work is not queued."""
     flex_attention: bool = False
     """True if attention over packed lines is FlexAttention, compiled for the device. Otherwise it holds all scores in
     memory at once, except on CPUs, which have kernels of their own."""
@@ -133,7 +133,7 @@ class DeviceKind:
         return None
 
     def total_memory(self, device: Device) -> int | None:
-        """Return the bytes of memory of ``device``. None for the CPU, whose memory is not its own."""
+        """Return the bytes of memory of ``device``. None for the CPU, which has no memory of its own."""
         return None
 
     def free_memory(self, device: Device) -> int | None:
@@ -292,8 +292,8 @@ class Cuda(Accelerator):
 
     def is_there(self) -> bool:
         # Ask NVML, the driver's management library: torch's own check starts CUDA, and a process that is forked
-        # afterwards, as vLLM's workers are, cannot use a GPU any more. With the variable torch asks NVML, too, but that
-        # fails for parts of a GPU (MIG).
+        # afterwards, as vLLM's workers are, cannot use a GPU any more. With the variable torch asks NVML, too, but not
+        # for parts of a GPU (MIG).
         import torch
 
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

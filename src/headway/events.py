@@ -21,8 +21,9 @@ DecodeSteps = tuple[int, float, int]
 the end of one step to the end of the next. ``cached``: tokens in the KV cache, added up over the steps."""
 
 PrefillSteps = tuple[int, int, int, float, int]
-"""Sums (steps, active, tokens, seconds, cached) over steps that prefilled and decoded. ``active``: sequences that got a
-token, including those that were prefilled. ``tokens``: prefilled tokens. The rest is as in `DecodeSteps`."""
+"""Sums (steps, active, tokens, seconds, cached) over steps that prefilled, with or without decoding. ``active``:
+sequences that got a token, including those that were prefilled. ``tokens``: prefilled tokens. The rest is as in
+`DecodeSteps`."""
 
 
 def add_prefill(merged: dict[int, PrefillSteps], active: int, tokens: int, seconds: float, cached: int) -> None:
@@ -99,7 +100,7 @@ class GroupAdmitted(Event):
 
 @event("trajectory.finished", "started", "finished", "steps", "waits")
 class TrajectoryFinished(Event):
-    """Event: a trajectory ended. ``version_spans``: ``[[start, version], …]``, each version samples from its start."""
+    """Event: a trajectory ended. ``version_spans``: ``[[start, version], …]``, each version sampled from its start."""
 
     number: int
     k: int
@@ -392,7 +393,7 @@ class PromptsLeftOut(Event):
 
 @event("version.reached")
 class VersionReached(Event):
-    """Event: a version boundary. All batches before ``version`` are consumed; its checkpoint holds the state of now."""
+    """Event: a version boundary. All batches before ``version`` are consumed; its checkpoint has the present state."""
 
     version: int
     groups: dict[str, int]

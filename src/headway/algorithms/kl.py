@@ -48,7 +48,7 @@ def kl_penalty(
         logprobs: log π_θ, with gradient.
         ref_logprobs: log π_ref.
         kind: a row of the table.
-        mask: True at valid tokens; the result is exactly 0 elsewhere. Without it every position counts.
+        mask: True at valid tokens; the result is exactly 0 elsewhere, even for NaN. Without it every position counts.
         behaviour_logprobs: log π_behav, for the importance-weighted form.
 
     Returns:

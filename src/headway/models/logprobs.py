@@ -49,8 +49,9 @@ class VocabularyPart:
     """Id of the part's first token."""
 
     def places(self, targets_C: Int[Tensor, " C"], size: int) -> tuple[Int[Tensor, " C"], Tensor]:
-        """Return each target's index among the part's ``size`` tokens (0 if another rank has it), and a mask of its
-        own.
+        """Return each target's index among the part's ``size`` tokens, and a mask of the targets that are among them.
+
+        The index is 0 for a target of another rank.
         """
         places_C = targets_C - self.first
         own_C = (places_C >= 0) & (places_C < size)

@@ -38,7 +38,7 @@ def check_output_layer(lm: PreTrainedModel, whose: str) -> LogitRule:
 
     ``whose`` begins the message: the model's path, or the name of its owner. ``lm`` is unchanged afterwards, and may be
     on the meta device. Then only the code after the decoder is tried. If that code cannot run without the decoder, the
-    model passes until it is loaded, unless there are weights after the decoder.
+    model passes until it is loaded, unless there are weights after the decoder besides the output layer's.
 
     Raises:
         ModelError: the output layer is no linear layer, or the logits differ from the rule applied to its result.

@@ -81,8 +81,8 @@ def load_model(
 
 
 def _takes_grouped_products(model: PreTrainedModel) -> bool:
-    """Tell whether one product can compute all experts of a layer: torch needs rows of multiples of 16 bytes, so of 8
-    numbers for any dtype. If tp divides experts, this rank's part counts.
+    """Tell whether one product can compute all experts of a layer: torch needs rows of multiples of 16 bytes.
+    Multiples of 8 numbers are, in any dtype. If tp divides experts, this rank's part counts.
     """
     stacked = (of for name, of in model.named_parameters() if of.ndim == 3 and ".experts." in name)
     here = (of.to_local() if isinstance(of, DTensor) else of for of in stacked)

@@ -54,7 +54,7 @@ class AdvantageInputs:
     finished: Bool[Tensor, " S"] | None = None
     """Flag of each trajectory, False if its answer was cut off. Default: all are finished."""
     turns: Int[Tensor, "S T"] | None = None
-    """Turn number of each token, from 0, ascending. Default: all tokens are of turn 0."""
+    """Turn number of each token, from 0, never less than the one before. Default: all tokens are of turn 0."""
     states: Int[Tensor, "S T"] | None = None
     """State in which each token's turn was taken: any integers, equal for turns of a group in the same state. Only
     given to estimators declared with `from_states`."""
@@ -127,7 +127,7 @@ class AdvantageInputs:
         return torch.where(last_ST, self.rewards.double()[:, None], 0.0)
 
     def decay(self, compaction: Compaction, per_token: float) -> float | Float[Tensor, "S T"]:
-        """Return the decay from each token that counts to the next one: ``per_token`` · δ^(number of turns in between).
+        """Return the decay from each token that counts to the next one: ``per_token`` · δ^(difference of their turns).
 
         Tokens are in the order of ``compaction``.
         """

@@ -330,7 +330,7 @@ def log_linear_prox(
         behaviour_logprobs: log π_behav at each token's own version.
         logprobs: log π_θ of the current policy; no gradient flows back.
         versions: v_behav, the version that sampled each token.
-        mask: True at valid tokens; elsewhere the result is 0.
+        mask: True at valid tokens; elsewhere the result is 0, even for NaN.
         prox_version: v_prox, the version whose policy anchors the trust region.
         version: v_θ ≥ v_prox; may be a fraction: V + k/K after k of the K optimizer steps of version V.
 

@@ -274,7 +274,7 @@ def place_of(name: str, link: Link) -> int:
 
 
 def through_devices(config: Config, device: str) -> bool:
-    """Tell whether buckets go from device to device if training and generation have separate devices."""
+    """Tell whether buckets go from device to device if training and generation have ``device`` s of their own."""
     update, kind = config.param_update, kind_of(device)
     return kind.collectives != "gloo" and between_devices(
         update.transport, update.schedule, update.encoding, config.cluster.backend

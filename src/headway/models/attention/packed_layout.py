@@ -145,7 +145,7 @@ class PackedLayout:
         The parts that cover each token, ``causal`` or ``view``, come before the subtrees.
         """
         if window is not None and window > self.positions.max():
-            window = None  # the window is longer than every row
+            window = None  # the window is at least as long as every row
         if window not in self.windows:
             # Subtrees of one level are disjoint. A query is in subtrees of several levels, whose results are merged one
             # after the other: within one part only one of them would be kept.
@@ -193,7 +193,7 @@ def _causal(lengths: Places) -> Places:
 
 
 def _paths(root: int, following: int, segments: Segments, stops: Places) -> Iterator[tuple[int, Places, Places]]:
-    """Yield segments of a tree: (segment, its tokens' places, places of all tokens on the path to it)."""
+    """Yield segments of a tree: (segment, its tokens' places, places of all tokens on its path, also its own)."""
     paths: dict[int, Places] = {-1: np.empty(0, np.int64)}
     for segment in range(root, following):
         own = np.arange(segments.starts[segment], stops[segment])

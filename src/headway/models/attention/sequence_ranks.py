@@ -40,8 +40,9 @@ class SequenceRanks:
         return slice(self.rank * own, (self.rank + 1) * own)
 
     def to_heads(self, line: Float[Tensor, "1 H l D"]) -> Float[Tensor, "1 h L D"]:
-        """Exchange heads for tokens: returns some heads of all tokens. Repeats heads if ``size`` does not divide
-        them.
+        """Exchange heads for tokens: returns some heads of all tokens.
+
+        Repeats heads if ``size`` does not divide their number.
         """
         heads = line.shape[1]
         if heads % self.size:

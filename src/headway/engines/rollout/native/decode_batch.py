@@ -8,7 +8,7 @@ A step is launched, and then its tokens are read: at once on a CPU, after the la
 works asynchronously (`DeviceKind.runs_ahead`). The next step needs the tokens only on the device, and rows know how
 many tokens they will have. The end of a row is then noticed one step late: tokens sampled beyond its end are dropped.
 
-The batch decides nothing: the core decides which calls start, are parked or end.
+The batch decides nothing: the core decides which calls start or are parked, and what becomes of calls that end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DecodeRows:
         self._ordered = ordered
         self.runs: list[RequestState] = []
         self.tokens = np.zeros(slots, np.int64)
-        """Last token of each row that was read; -2, which stops nothing, before the first one."""
+        """Last token read of each row; -2, which stops nothing, if none was read since the row was added."""
         self.lengths = np.zeros(slots, np.int64)
         """Number of tokens of each row in the KV cache once all launched steps are done."""
         self.sampled = np.zeros(slots, np.int64)
@@ -107,11 +107,11 @@ class DecodeRows:
         return self._ids[row, max(0, end - count) : end]
 
     def uniforms(self, steps: int) -> NDArray[np.float64]:
-        """Return uniforms [steps, A], one for each of each row's next tokens."""
+        """Return uniforms [steps, A], one for each of the rows' next tokens."""
         return uniforms(self._keys[: self.active], self.sampled[: self.active] + np.arange(steps)[:, None])
 
     def launched(self, decoding: int) -> None:
-        """Note that a step with a token per row was launched, which caches the last token of ``decoding`` rows."""
+        """Note that a step was launched: a token per row, and the last one of the first ``decoding`` is cached."""
         self.changed = False
         self.lengths[:decoding] += 1
         self.sampled[: self.active] += 1

@@ -1,4 +1,4 @@
-"""The KV cache: one row per decoding slot, with keys and values side by side. All rows have the same length.
+"""The KV cache: one row per decoding slot, with keys and values side by side; each has room for the longest.
 
     [layers, rows, 2·kv_heads, room, head_dim]        heads 0..kv_heads-1 are keys, the rest are values
     [layers, blocks, 2·kv_heads, BLOCK, head_dim]     the same memory from its end

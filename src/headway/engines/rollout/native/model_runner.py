@@ -124,7 +124,7 @@ class ModelRunner:
         """True if rows can attend to their prompts separately (see `SharedPrompts`)."""
         self.device, self._dtype = model.device, model.dtype
         self.runs_ahead = kind_of(self.device).runs_ahead
-        """Number of steps launched ahead of reading the tokens of the step before."""
+        """Number of steps launched before the tokens of the step before are read."""
         self.slots, self.max_context = slots, max_context
         self._block_of = partial(RowBlock.of, window=Windows.of(model.config, max_context).size, dtype=self._dtype)
         self._least_rows = 1

@@ -160,8 +160,8 @@ class PrefixCache:
     def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[BlockCopy]:
         """Keep the context ``ids`` [T] of an open episode. Returns the copies to make.
 
-        The first ``shared`` tokens have keys and values that all episodes share. Keeps nothing for an episode that is
-        not open, and only a part if memory runs out and this is the youngest episode.
+        The first ``shared`` tokens were prefilled after shared ones: any episode would compute the same bits. Keeps
+        nothing for an episode that is not open, and only a part if memory runs out and this is the youngest episode.
         """
         if (episode := self.episodes.get(trajectory)) is None:
             return []
@@ -261,7 +261,7 @@ class PrefixCache:
         return True
 
     def _unpin_youngest(self, storing: _OpenEpisode | None) -> _OpenEpisode:
-        """Remove the pins of the youngest open episode; first of episodes that have everything in a row.
+        """Remove the pins of the youngest open episode with everything in a row, or else of the youngest open episode.
 
         The chosen episode may be ``storing``, which may have no pin yet.
         """

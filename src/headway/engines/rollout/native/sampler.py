@@ -218,8 +218,8 @@ def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Ten
 def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return for each row the first token whose cumulative probability exceeds ``uniform``: [A].
 
-    It never has probability 0. The cumulative sum is in float64 and divided by its total, so that it always exceeds the
-    uniform in the end.
+    It never has probability 0. The cumulative sum is in float64, and the uniform is scaled by its total, so that the
+    sum always exceeds it in the end.
     """
     probs = logprobs.exp()
     cumulative = probs.cumsum(-1, dtype=torch.float64)  # in float32 the tail of a large vocabulary is lost to rounding

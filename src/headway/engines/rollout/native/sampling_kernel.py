@@ -35,7 +35,7 @@ def _key(logits):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(logits, most, least, COUNTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return each token's weight: 1 if ``COUNTED``, else its probability relative to the most likely token."""
+    """Return the weights: 1 if ``COUNTED``, else relative to the most likely token's; 0 for tokens not allowed."""
     there = (logits >= least) & (logits > float("-inf"))
     if COUNTED:
         return there.to(tl.float32)

@@ -22,7 +22,7 @@ from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.engines.rollout.native.supported_models import Windows
 
 LEAST_TOKENS = 128
-"""Length in tokens of the shortest prompt with an attention call of its own: for fewer, the call costs more."""
+"""Least tokens of a prompt with an attention call of its own: with fewer, the call costs more than it saves."""
 LEAST_CALLS = 4
 """Number of calls of the smallest group whose prompt has an attention call of its own."""
 TOGETHER = 8

@@ -169,7 +169,7 @@ def _no_room(folder: Path) -> str:
 
 
 def incomplete_part(folder: Path) -> str | None:
-    """Return a description of the first file of ``.metadata`` that is missing or too short.
+    """Return a description of the first file named in ``.metadata`` that is missing or too short.
 
     None if all are complete. Errors of reading a damaged ``.metadata`` pass through.
     """

@@ -232,6 +232,6 @@ def _padded(share: Manifest, bucket_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def given_parts(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTensor]) -> dict[str, list[Part]]:
-    """Return the parts that this rank contributes, so that each element comes from the first rank that holds it."""
+    """Return this rank's contribution: each element comes from the first rank of each copy of the model to hold it."""
     given = {name: boxes(of) if is_first(of, of_copy=True) else [] for name, of in parameters.items()}
     return parts_of_files(given, files)
