@@ -48,7 +48,7 @@ class Columns:
     prompt: str = "prompt"
     answer: str = "auto"
     """Column of the ground truth, or with dots a value inside a column. ``auto``: the row's first of `ANSWER_KEYS`, or
-    the assistant's last message of a chat, which is then not part of the prompt."""
+    the last message of a chat, if it is the assistant's: it is then not part of the prompt."""
     name: str | None = None
     """Name of the source; None: rows name it themselves."""
 

@@ -45,7 +45,7 @@ GIVEN_UP = "given-up-"
 FILE_NAME = re.compile(r"[^.]+\.\d+\.\d+")
 """Pattern of the names of the journal's files: other files may lie beside them, such as an editor's."""
 OPEN_BLOCKS = 8
-"""Maximum number of blocks whose files a writer keeps open, and whose records a reader keeps."""
+"""Maximum number of blocks whose files a writer keeps open, and for which a reader keeps places of records."""
 
 
 class Record(NamedTuple):
@@ -69,8 +69,8 @@ def records(
     at a time. ``values_alone``: do not read records' bytes or compare checksums; read a record again before its bytes
     are used.
 
-    ``tell`` gets a line about bytes after an incomplete record, or about an unreadable file. A missing file has no
-    records.
+    ``tell`` gets a line about the bytes from an incomplete record on, or about an unreadable file. A missing file has
+    no records.
     """
     try:
         with path.open("rb") as file:
@@ -342,7 +342,7 @@ class CompletionJournal:
         return record.values["replica"], completion
 
     def unused(self, number: int, trajectory: TrajectoryId) -> int:
-        """Return the number of an episode's finished calls that were not recalled."""
+        """Return the number of finished calls of an episode of group ``number`` that were not recalled."""
         return len(self._found.get(number // self._writer.groups_per_block, {}).get(trajectory, ()))
 
     def close(self) -> None:

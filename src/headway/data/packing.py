@@ -104,7 +104,7 @@ def grow(rows: Sequence[Ids], prompt: int | None = None) -> Tree:
     positions: list[Places] = []
     branches: list[tuple[int, int]] = []  # where a row's own tokens begin, and after which place
     length = 0
-    depths = [0]  # places of branches on the path of the previous row, ascending
+    depths = [0]  # of branches on the path of the previous row, in tokens of that row, ascending
     before, path = np.empty(0, np.int32), np.empty(0, np.int64)
     for i in order:
         row = rows[i]
@@ -143,7 +143,7 @@ def _segments(branches: Sequence[tuple[int, int]], length: int) -> Segments:
     behind = dict(branches)
     for _, place in branches:
         if place >= 0 and place + 1 < length:
-            # The text after the branching place is a segment, too, unless a row's own tokens begin right there.
+            # The part after the branching place is a segment, too, unless a row's own tokens begin right there.
             behind.setdefault(place + 1, place)
     starts = np.array(sorted(behind), np.int64)
     above = np.array([behind[start] for start in starts.tolist()], np.int64)

@@ -262,8 +262,8 @@ def settings_named(data: str, *splits: str) -> Mapping[str, Any]:
     """Return the setting that ``data`` means: ``data.task.name``, or ``data.train`` with a file's name or a mapping of
     the dataset and its split.
 
-    ``splits``: wanted splits of a dataset, the best first. A saved folder gets its first existing one, else its only
-    one, else none; a dataset on the hub gets the first. Raises `DataError` for a damaged folder.
+    ``splits``: wanted splits of a dataset, the best first. For a saved folder the first that it has is named, else
+    its only split, else none; for a dataset on the hub the first. Raises `DataError` for a damaged folder.
     """
     if is_task(data):
         return {"data.task.name": data}

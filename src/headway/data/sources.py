@@ -217,7 +217,7 @@ class RowSource:
         return [results[place] for place in range(len(results))]
 
     def _check_parts(self) -> None:
-        """Check that every part has a prompt that fits. Usually the first chunk shows one of each."""
+        """Check that every part has a prompt that fits. Usually the first chunk of each part shows one."""
         for name, places in by_source(self._mixture.parts):
             left_out = LeftOutRows()
             for start in range(0, len(places), self._chunk):

@@ -138,7 +138,7 @@ TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
 
 
 PROBED = 64
-"""Characters of a sample text, around which a tokenizer's special tokens are found."""
+"""Number of characters of the sample text around which a tokenizer's special tokens are found."""
 
 
 class TextStart:
@@ -155,7 +155,7 @@ class TextStart:
         """Kind of deviation of the tokenizer → a note on it for the user."""
 
     def added(self, ids: list[int], text: str) -> list[int]:
-        """Put the special tokens before the ids [N] of ``text``, unless they are there, or N is 0."""
+        """Put the special tokens before ``text``'s ids [N], encoded without any, unless it has them, or N is 0."""
         if not ids:
             return ids
         if self._start is None:

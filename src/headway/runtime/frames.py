@@ -65,7 +65,7 @@ class FrameChannel:
 
     def send_with(self, frame: Frame, descriptor: int) -> None:
         """Send a small ``frame`` together with a file descriptor. Raises `OSError` if it cannot be sent at once."""
-        self._send_gathered()  # first: they were sent before this frame
+        self._send_gathered()  # first: these frames come before this one
         socket.send_fds(self._sock, [frame.packed()], [descriptor])
 
     def drain(self) -> None:

@@ -52,7 +52,7 @@ class DriverLog:
 
 
 class _Quiet(logging.FileHandler):
-    """Return ``text`` as the first line of the log ``path`` of a run, to which programs print."""
+    """Handler of a file whose disk may be full."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Python processes with this one's imports, and their guard: a parent process that ends all descendants.
+"""Python processes with this one's imports, and the guard above them, which ends all descendants with the owner.
 
     owner ── Popen ─▶ guard ── fork ─▶ the process ─▶ its descendants, in any session
                         ├ the owner ends in any way, or SIGTERM comes: the guard kills all below it
@@ -187,7 +187,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 IMPORTS_AS_HERE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); owner = int(sys.argv.pop()); "
-"""First statements of a `python_command` program: they set the import path of its owner, which started it."""
+"""First statements of a `python_command` program: they take the import path of the owner, which started it."""
 
 
 GUARDED = f"{IMPORTS_AS_HERE}from headway.runtime.process_tree import run_guarded; run_guarded(owner); "

@@ -114,7 +114,7 @@ class ToolLoop(EnvironmentProgram[OpenToolbox]):
 
 
 class EnvironmentPool:
-    """Pool of environments of one kind, which are reset for each episode. A failed or cancelled one is not reused.
+    """Pool of environments of one kind, reset and reused except after an episode that failed or was cancelled.
 
     Example:
         >>> pool = EnvironmentPool(dict, "environment game.py:Game")

@@ -90,7 +90,7 @@ class McpServer:
     gives_reward = False
 
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any] | None = None) -> None:
-        """``target``: connection that the SDK's client uses, in place of the spec's command or URL."""
+        """``target``: maker of what the SDK's client connects to, in place of the spec's command or URL."""
         self.spec = spec
         self._target = target or partial(_transport, spec)
         self._shared = _McpLink(spec, self._target)
@@ -346,7 +346,7 @@ def _root(cause: BaseException) -> BaseException:
 
 
 def _in_words(cause: BaseException) -> str:
-    """Describe the root of ``cause``; for a schema of MCP's, the field that does not fit and what was expected."""
+    """Describe the root of ``cause``; if an answer does not fit MCP's schema, the field and what was expected."""
     from pydantic import ValidationError
 
     cause = _root(cause)

@@ -45,14 +45,14 @@ EXPECTED = "a program is async def run(row, chat), or a class or an object that 
 class UsersRun:
     """The user's ``run``: a function, or a method of an object or a class.
 
-    A class gets a new object for each episode, made with ``agent.params``; a function is called with these.
+    Of a class each episode gets a new object, made with ``agent.params``; a function is called with these.
     """
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any], expected: str) -> None:
         """``expected``: description of what ``found`` should be, for messages.
 
         Raises:
-            UserCodeError: ``found`` is none of these.
+            UserCodeError: ``found`` has no ``run``, or it yields.
         """
         self._who, self._params = who, dict(params)
         self._make: Callable[..., Any] | None = found if inspect.isclass(found) else None

@@ -86,7 +86,7 @@ class ServerManager:
 
         Raises:
             EpisodeOver: a limit has ended the episode.
-            ProgramFailed: there are images or videos, or too many stop strings or stop tokens.
+            ProgramFailed: there are images or videos, or the stops are too many or too long.
         """
         if image_data or video_data:
             raise ProgramFailed("server_manager.generate() was given images or videos, and the policy reads text alone")
@@ -306,7 +306,7 @@ class _Instance:
             return EpisodeEnd(metrics=self._metrics)
         with failing(f"{self._tool.who}: calc_reward()"):
             value = await called(calc_reward, self._id, **self._given("calc_reward_kwargs"))
-        if value is None or (isinstance(value, str | list | tuple | dict) and not value):  # as those without a reward
+        if value is None or (isinstance(value, str | list | tuple | dict) and not value):  # no reward
             return EpisodeEnd(metrics=self._metrics)
         return EpisodeEnd(number(value, f"{self._tool.who}: what calc_reward() returned"), metrics=self._metrics)
 

@@ -41,7 +41,7 @@ def normalise(message: Message) -> Message:
     """Normalise a plain message for comparison with messages of other clients.
 
     The thinking of an answer goes to ``reasoning_content``, also if it stood in the text, between tags or before the
-    closing tag. White space around the parts and ids of calls do not count.
+    closing tag. White space around the parts does not count, nor do the ids of calls.
     """
     if message["role"] != "assistant":
         return message

@@ -1,8 +1,8 @@
 """Dialects for turns by chat messages, OpenAI's ``POST /v1/chat/completions``, and by text or token ids: OpenAI's
 ``POST /v1/completions``, and vLLM's ``POST /inference/v1/generate``.
 
-A prompt of text or ids is used unchanged: no template, and no token at its beginning. `renderers` and `verifiers` use
-vLLM's form.
+A prompt of ids is used unchanged. One of text gets no template, only the tokens before a text, such as BOS. `renderers`
+and `verifiers` use vLLM's form.
 
 Fields: https://platform.openai.com/docs/api-reference, and ``GenerateRequest`` and ``GenerateResponse`` in
 vllm/entrypoints/serve/disagg/protocol.py

@@ -50,7 +50,7 @@ class RequestRefused(HeadwayError):
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """Text to token ids and back, by the policy's tokenizer: no tokens are added, special tokens are kept."""
+    """Text to token ids and back, by the policy's tokenizer: ids get its start (BOS), text shows special tokens."""
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
@@ -101,7 +101,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class Body(BaseModel):
-    """Fields that several dialects' requests have. Other fields count if they are in `SETTINGS`."""
+    """Fields that several dialects' requests have. Others are ignored, except those in `SETTINGS`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 

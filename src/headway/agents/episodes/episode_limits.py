@@ -205,7 +205,7 @@ class EpisodeTime:
         self.refused, self._left_s = 0, None
 
     def refuse(self) -> None:
-        """Count a refused turn. From the first one on, the program has the time of one step to end."""
+        """Count a refused turn. From the first one on, the program has the time of one step in all to end."""
         self.refused += 1
         if self._left_s is None:
             self._left_s = self._limits.step_timeout_s

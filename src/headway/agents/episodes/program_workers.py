@@ -191,7 +191,7 @@ def texts_of(renderer: ChatRenderer) -> TextCodec:
 
 
 def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
-    """Return the chats that ``tokenizer`` renders. Raises `ConfigError` if it cannot render the run's messages."""
+    """Return the chats that ``tokenizer`` renders. Raises `ConfigError` if it cannot render what the run needs."""
     renderer = ChatRenderer(tokenizer, config.data.chat_template_kwargs, most_tokens=limits_of(config).max_length)
     chats = Chats(renderer, config.agent.tool_parser)
     if config.agent.tools or config.agent.mcp:

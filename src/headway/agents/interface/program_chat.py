@@ -211,7 +211,7 @@ class Chat:
 
         Raises:
             EpisodeOver: a limit has ended the episode; there will be no further turn.
-            ProgramFailed: ``stop`` or ``stop_token_ids`` has too many items, or a too long one.
+            ProgramFailed: ``stop`` or ``stop_token_ids`` has too many items, or one that is too long.
         """
         if (problem := too_much_ends(stop, stop_token_ids)) is not None:
             raise ProgramFailed(f"{self._who}: {problem}")

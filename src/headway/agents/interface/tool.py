@@ -85,7 +85,7 @@ class Tool:
         try:
             value = self.function(**arguments)
             if inspect.isawaitable(value):
-                # A blocking function is called without an event loop, so that it may run its own.
+                # A blocking function awaits only what needs no event loop: inside a loop it could not run its own.
                 value = await (value if self.blocks else awaited(value))
             if isinstance(value, ToolResult):
                 return ToolResult(writable(value.text), value.failed, value.reward)

@@ -95,7 +95,7 @@ class AskedTooOften(BaseException):
 AWAY_BY_NAME = frozenset(
     {"ConnectionError", "Timeout", "TransportError", "ClientConnectionError", "ConnectionClosed", "APIConnectionError"}
 )
-"""Exceptions that mean a peer is away: of ``requests``, ``httpx``, ``aiohttp``, ``websockets``, ``openai``."""
+"""Names of exceptions for an absent peer: of ``requests``, ``httpx``, ``aiohttp``, ``websockets``, ``openai``."""
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def failing(doing: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, GeneratorExit, AskedTooOften):
         raise
-    # Some packages raise no Exception (func_timeout, panics of Rust), and sys.exit() must not end the process.
+    # Some errors are no `Exception` (func_timeout, panics of Rust), and sys.exit() must not end the process.
     except BaseException as cause:
         if isinstance(cause, HeadwayError) and not isinstance(cause, Unavailable):
             raise

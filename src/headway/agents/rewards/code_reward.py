@@ -4,7 +4,7 @@ response ─▶ its last block of code ─┬▶ a program for standard input �
 answer   ─▶ tests                  ─┼▶ a function, called           ─▶ its value      ─┼▶ compared here, outside
                                     └▶ asserts, run behind it       ─▶ a secret word  ─┘
 
-Expected outputs never enter the sandbox. Asserts do: they have passed if the process prints a secret word.
+Expected outputs never enter the sandbox. Asserts do: they have passed if the process prints its driver's secret word.
 """
 
 from __future__ import annotations

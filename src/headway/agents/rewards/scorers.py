@@ -1,6 +1,6 @@
 """Scores of a group: each part of the reward is computed by its kind, checked and added. In a worker, without torch.
 
-ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None if it does not apply ─┐
+ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None if it does not apply ────┐
              └▶ part: …                                                                           ─┴▶ Σ weight · value
 
 Further numbers of a user's function are kept under names of its own, beside the parts.
@@ -42,8 +42,8 @@ Values = list[float | None]
 LARGEST = float(np.finfo(np.float32).max)
 """Largest absolute reward: rewards are float32, where anything larger would become infinite."""
 HANGS_S = 60.0
-"""Seconds that the sandbox has beyond the time of its programs, to start and to end its last call. No wait of its takes
-that long: see `headway.runtime.sandbox.sandbox_call.ENDS_S`."""
+"""Seconds that the sandbox has beyond the time of its programs, to start and to end its last call. It never
+waits that long: see `headway.runtime.sandbox.sandbox_call.ENDS_S`."""
 REASON_LENGTH = 200
 """Maximum number of characters of an exception's text in the reason of a failed score."""
 MOST_NAMES = 50

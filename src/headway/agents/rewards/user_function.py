@@ -90,7 +90,7 @@ INSTEAD = {
 }
 """Missing argument → what to do instead, as the end of a message."""
 LOOKS = 10
-"""Number of sleeps that make up the time limit of an asynchronous call, so that only one late sleep counts."""
+"""Number of sleeps that make up the time limit of an asynchronous call, so that one that ends late counts once."""
 LOGGERS = ("log_metric", "log_extra")
 """Functions that TRL's trainer gives to rewards."""
 

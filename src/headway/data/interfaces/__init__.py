@@ -1,4 +1,4 @@
-"""Protocols between the pipeline and the engines. The pipeline depends only on these, not on implementations.
+"""Protocols between the pipeline and the parts it calls. The pipeline depends only on these, not on implementations.
 
                  RewardFn          LogProbEngine
                     ▲                   ▲

@@ -154,7 +154,7 @@ class Scores:
 
 
 def means_of_parts(groups: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
-    """Return the mean value of each reward component over the groups that it applies to; empty for one component."""
+    """Return each reward component's mean over the responses that it applies to; empty if there is only one."""
     found: dict[str, list[float]] = {}
     for parts in groups:
         for name, values in parts.items():

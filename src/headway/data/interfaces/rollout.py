@@ -52,7 +52,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the value added to its logit."""
     min_tokens: int = 0
-    """Minimum number of tokens before a stop token or stop string may end the answer."""
+    """Number of tokens before which no stop token is sampled, and no stop string is looked for."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer at the token that completes one; the answer's text includes the string."""
     seed: int | None = None

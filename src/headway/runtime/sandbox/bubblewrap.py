@@ -61,8 +61,8 @@ FIRST = (
     f'echo >&0; read -r go || exit 1; exec <{INPUT}; echo 1000 >/proc/self/oom_score_adj; "$@"; exit $?',
 )
 """First process of the sandbox, which the kernel ends before others when memory is short. It reports that it is there,
-so that it ends with bwrap from then on. It starts the program when told to, and never after the end of this process.
-When it ends, so does everything in the sandbox."""
+so that it ends with bwrap from then on. It starts the program when Headway's process tells it to, and never after the
+end of that. When it ends, so does everything in the sandbox."""
 
 
 @dataclass(frozen=True)

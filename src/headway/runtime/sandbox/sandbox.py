@@ -203,7 +203,7 @@ class ProcessLimitsCall(SandboxCall):
             stderr=subprocess.PIPE,
             env={"PATH": "/usr/bin:/bin", "HOME": here, "TMPDIR": here, "LANG": "C.UTF-8"},
             cwd=here,
-            # The session finds all processes of the call, also those that left its process group.
+            # By their session all processes of the call are found, also those that left its process group.
             start_new_session=True,
         )
         self._session = process.pid

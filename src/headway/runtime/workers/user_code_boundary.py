@@ -55,7 +55,7 @@ class Hosted(Protocol):
 
         With concurrent jobs in a process this runs on the process's event loop, and one job may have several open asks.
         With one job at a time there is no event loop, so that synchronous code may run its own: then this may await
-        only ``ask``. The job seeds global random generators here.
+        only ``ask``. Global random generators are seeded here, as the job says.
 
         ``ask`` raises the `HeadwayError` that the host answers with. Exceptions of this call end the job, not the
         process: a `HeadwayError` as itself, any other as `UserCodeFailed` with its text.
@@ -85,7 +85,7 @@ async def closed(hosted: Hosted) -> None:
 
 
 def print_traceback() -> None:
-    """Print the exception being handled; ignores that user code may have closed stderr."""
+    """Print the exception being handled, unless user code has closed stderr."""
     with suppress(OSError, ValueError):
         traceback.print_exc()
 

@@ -476,7 +476,7 @@ class UserCodeWorker:
         if self.dying or not self.load or self._heard or steps != self._steps:
             self._heard, self._silent_s, self._steps = False, 0.0, steps
             return
-        # Only one ping at a time: more would queue up in a stopped process, and wake it for nothing later.
+        # Only one ping at a time: more would queue up in a blocked process, and wake it for nothing later.
         if self._silent_s == 0.0:
             self.process.channel.send(Frame(FrameKind.PING))
         self._silent_s += every_s

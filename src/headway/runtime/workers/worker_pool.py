@@ -94,7 +94,7 @@ class WorkerPool:
     async def start(self) -> Any:
         """Let one process load the user's code, and return the code's description of itself.
 
-        Shared workers are then all started, so that jobs spread over them; other workers start when they are needed.
+        Shared workers are then all started, so that jobs spread over them; others start meanwhile, or when needed.
 
         Raises:
             UserError: as the user's code raised it while it was loaded, or `UserCodeError` for anything else.
