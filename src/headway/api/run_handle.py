@@ -88,7 +88,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Status: ``running``, ``completed``, ``interrupted``, ``failed``, or ``killed`` if its process just ended.
+        """Status: ``running``, ``completed``, ``interrupted``, ``failed``; ``killed`` if it ended without a report.
 
         Raises `DataError` for files that cannot be read.
         """

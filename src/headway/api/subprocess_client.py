@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GONE_S = 60.0
-"""Limit in seconds for the process to end after its last message: by then the run is closed."""
+"""Seconds for the process to end after its last message: before that the run was closed, whatever its size."""
 MOST_SHOWN = 2_000
 """Maximum characters of a process's output in the error when it ends without a result."""
 
@@ -128,7 +128,7 @@ def _messages(connection: Connection) -> queue.SimpleQueue[Any]:
 
 def _end(process: subprocess.Popen[bytes], *, asked: bool) -> None:
     """Wait until the process is gone. A process that was ``asked`` to end may save a checkpoint first, within its run's
-    limits; Ctrl-C kills it. Another one has sent its last message, and is killed after `GONE_S`.
+    limits; Ctrl-C kills it. Another one has sent its last message, and is ended by a signal after `GONE_S`.
     """
     if asked:
         process.terminate()

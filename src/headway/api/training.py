@@ -99,7 +99,7 @@ def train(
 
 
 def _train(loaded: LoadedConfig, console: Console | None) -> int:
-    """Run a new run, in the subprocess. Returns the exit code."""
+    """Carry out a new run, in the subprocess. Returns the exit code."""
     from headway.api.run import train
 
     return train(loaded, console)

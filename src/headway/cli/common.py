@@ -204,8 +204,8 @@ def check_outputs(
 def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = (), *, default: bool = False) -> None:
     """Check that ``path`` can be written, before minutes of work that could not be saved. Leaves ``path`` unchanged.
 
-    Raises `ConfigError` when it cannot be opened, or when it is a file of ``inputs`` or in a folder among them. A pipe
-    or a device is not opened: its reader could take that for the end. ``default``: as in `writing`.
+    Raises `ConfigError` when it cannot be opened, or when it exists and is a file of ``inputs`` or in a folder among
+    them. A pipe or a device is not opened: its reader could take that for the end. ``default``: as in `writing`.
     """
     if path is None:
         return

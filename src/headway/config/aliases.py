@@ -64,7 +64,8 @@ def _without_prefixes(key: str) -> str:
 def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Translate a flat layer to Headway's own keys. Returns it with notes on old keys. ``where``: its origin.
 
-    ``of_a_run``: True if a run wrote the layer. Then old keys are upgraded, and notes tell only of removed ones.
+    ``of_a_run``: True if a run wrote the layer. Then old keys are upgraded, and notes tell only of removed keys
+    whose values no longer hold.
 
     Raises:
         ConfigError: a key of `FIXED` has another value; two spellings of one setting disagree; a key of `GONE` does not
@@ -122,7 +123,7 @@ def _add(result: dict[str, Any], key: str, value: Any) -> None:
     nothing: tuple[Any, ...] = (None, [])
     if key in result and result[key] not in nothing and value not in nothing and result[key] != value:
         raise ConfigError(f"{key} is given twice, as {result[key]!r} and as {value!r}")
-    # A run's own file may have both spellings of a key, one of them null.
+    # A run's own file may have both spellings of a key, one of them null or empty.
     if result.get(key) in nothing or value not in nothing:
         result[key] = value
 

@@ -88,7 +88,8 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
     """Return the layer of the command line's ``a.b=c`` arguments. A later argument replaces an earlier one.
 
     Raises:
-        ConfigError: an argument has no ``=``; its value is not valid YAML; or one argument's key is below another's.
+        ConfigError: an argument has no ``=``; its value is not valid YAML; or one gives a value and another a key below
+            it.
     """
     last: dict[str, str] = {}
     for override in overrides:
@@ -177,7 +178,7 @@ def resolve_references(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     resolved = path.resolve()
-    # By the resolved path: a link to an including file would never end.
+    # By the resolved path: a link to an including file would be followed for ever.
     if resolved in including:
         raise ConfigError(f"{path}: includes itself, by way of {' and '.join(map(str, including))}")
     # x-…: keys for YAML's anchors, as in docker-compose.

@@ -191,7 +191,7 @@ def dump(config: Config) -> str:
 
 
 def resolved(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flat settings ``given`` with the values that ``config``, made from them, has. They load back equally.
+    """Return the flat settings ``given`` with the values that ``config``, made from them, has. They load back to it.
 
     A key that loading replaces by another stays as it is.
     """

@@ -133,7 +133,7 @@ class DataConfig(Section):
 
     train: FileOrSources = None
     """A JSONL, CSV or Parquet file of training prompts, or a folder that ``save_to_disk`` wrote; or a source with the
-    keys below, or a list of sources, mixed by their weights. Replaces ``task``."""
+    keys below, or a list of sources, mixed by their weights if they have any. Replaces ``task``."""
     val: FileOrSources = None
     """Held-out prompts, given like ``train``. Default: ``val_size`` rows split off ``train`` by seed."""
     task: TaskConfig | None = None

@@ -241,7 +241,7 @@ def _print_table(
 
 
 def _as_it_is(text: str, width: int | None = None, *, words: bool = False) -> Text:
-    """Return text of a file for a terminal, without markup and with control characters spelled out.
+    """Return text of a file for a terminal: brackets are not markup, and control characters are spelled out.
 
     ``width``: maximum characters of a line, or with ``words`` of a word; None: no maximum.
     """

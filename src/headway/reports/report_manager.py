@@ -116,7 +116,7 @@ class Reports:
         self._log = EventLog(directory.path)
         # Metrics before the view, so that what is shown includes the event that caused it to be shown.
         self._dense_observers: list[Observer] = [self._events, metrics, progress]
-        """Observers of frequent events, which come with every answer or group."""
+        """Observers that get frequent events, too: few, since these events come with every answer or group."""
         self._observers = [*self._dense_observers, view, self._log]
         self.validated = validated
         """The version that a run is resumed at where its validation is told; None where it has to be made."""

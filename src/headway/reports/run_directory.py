@@ -59,7 +59,7 @@ class Occupied(UserError):
 
 
 class RunLock:
-    """Lock of a run's directory, held from `take` until `release` or the end of the process."""
+    """Lock of a run's directory, held from `take` until `release` or the end of the process, however it ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -138,7 +138,7 @@ def missing_packages(config: Config) -> list[str]:
 def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase | None, DataBundle | None]:
     """Check a model's tokenizer and the first prompts of ``rows`` as tokens, without torch. Returns the tokenizer and
     the sources of prompts. Both are None for a model that has to be downloaded first, and for a model that the run
-    makes, unless it has a program.
+    makes, unless a program makes the episodes.
 
     Only for ``--dry-run`` and the doctor: transformers works without torch until the process ends.
 

@@ -85,7 +85,7 @@ class EvaluationJob:
     by_default: bool
     """True if settings that are not given have their defaults, because there is neither a run nor ``--config``."""
     version: int | None = None
-    """Version of the model; None where it is no run's."""
+    """Version of the model, by its folder; None if that names none, as for a model that no run exported."""
     newer: int | None = None
     """Version of the run's newest complete checkpoint, if it is newer than the model; else None."""
 
@@ -103,7 +103,8 @@ def settle(
 
     Raises:
         UserError: MODEL is a run's directory without a model, or a path that does not exist.
-        ConfigError: unknown settings, settings without effect here, no DATA, or several greedy answers per problem.
+        ConfigError: unknown settings, settings without effect here, no DATA although nothing else names any, or several
+            greedy answers per problem.
     """
     path, run_config = _model(model)
     if run_config is not None and config_file is not None:

@@ -89,7 +89,7 @@ class Figures:
     failed: int
     """Number of problems without a score. They count as 0, and as wrong."""
     failed_episodes: int
-    """Number of answers that are missing because their episodes failed."""
+    """Number of answers that are missing because their episodes failed, also of problems with a score."""
     accuracy: Estimate
     """Mean reward over problems; of each problem, over its episodes that did not fail. As in validation."""
     of_right_and_wrong: bool

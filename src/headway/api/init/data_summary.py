@@ -339,7 +339,8 @@ class DataFacts:
 def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mapping[str, Any]) -> DataFacts:
     """Read ``data`` with a run's loader.
 
-    ``reward``: the function that the user named, or None. ``given``: the user's settings; those of ``data`` are used.
+    ``reward``: the function that the user named, or None. ``given``: the user's settings. Those of ``data`` are used,
+    and whether there is one of `PROGRAMS`.
 
     Raises:
         ConfigError: no built-in reward fits, and none was named.

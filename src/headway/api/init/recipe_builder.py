@@ -21,7 +21,7 @@ from headway.config.sections.agent_section import AgentConfig
 from headway.errors import ConfigError
 
 LEAST_ANSWER = 16
-"""Minimum number of tokens of an answer."""
+"""Minimum number of tokens that an answer has room for."""
 ANSWERS = {"math": 1024, "code": 2048, "choice": 512, "own": 1024}
 """Kind of reward → tokens of an answer with its reasoning, for a model that is not small."""
 TURN, TOLD = 256, 128
@@ -194,7 +194,7 @@ def _reward(made: Choices, data: DataFacts, machine: Machine) -> None:
 
 
 def _batch(made: Choices, model: ModelFacts, data: DataFacts, machine: Machine, mode: str, data_ranks: int) -> None:
-    """Choose the numbers of groups of a batch and of the run, and the settings that follow from them."""
+    """Choose the groups of an optimizer step and of the run, and the settings that follow from their numbers."""
     given = made.given
     trigger = int(given.get(TRIGGER, preset(mode)[TRIGGER]))
     rows = max(1, data.rows - held_out(data))

@@ -262,7 +262,7 @@ def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
 
 @contextmanager
 def _relative_paths_explained() -> Iterator[None]:
-    """Add to an error about a missing file that relative paths start at the directory where the run was begun."""
+    """Add to an error about a missing file that relative paths are those of the directory where the run was begun."""
     try:
         yield
     except UserError as error:
@@ -400,7 +400,7 @@ def _ended(reports: Reports) -> Status | None:
 
 
 def _fail(reports: Reports, failure: Exception) -> None:
-    """Report that the run failed. If training itself was complete, report only what failed afterwards."""
+    """Report that the run failed. If training had ended in order, report only what failed afterwards."""
     if (ended := _ended(reports)) is not Status.FAILED:
         status = ended if ended is not None and not isinstance(failure, StoppedByGuard) else Status.FAILED
         _say_end(reports, status, f"{type(failure).__name__}: {failure}")

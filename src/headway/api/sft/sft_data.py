@@ -296,7 +296,8 @@ def demonstrations(
         longest: largest number of tokens of a row.
 
     Raises:
-        UserCodeError: the function fails, or returns no conversation, too long ones, or only held-out prompts.
+        UserCodeError: the function fails, or returns something other than a conversation, one that is too long, or only
+            ones with held-out prompts.
     """
     function, rng = load_function(spec), random.Random(seed)
     made: list[Example] = []

@@ -175,7 +175,7 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
             reports.note(note)
         try:
             status = asyncio.run(_SftRun(config, data, directory, reports, step).run())
-        except asyncio.CancelledError:  # a second signal: only the newest checkpoint is kept
+        except asyncio.CancelledError:  # a second signal: nothing more is saved
             reports.close(Status.INTERRUPTED)
             return EXIT_INTERRUPTED
         except BaseException:

@@ -200,7 +200,7 @@ class StorageUploader:
 
     def _send_record(self, own: Ownership) -> None:
         events = self._directory.events
-        told = events.stat().st_size  # first: by now the other files have all that these events refer to
+        told = events.stat().st_size  # first: the other files, read later, have all that these events need
         files = {path: True for pattern in GROWING for path in self._directory.path.glob(pattern) if path.is_file()}
         files |= {path: False for pattern in REPLACED for path in self._directory.path.glob(pattern) if path.is_file()}
         names = {path.relative_to(self._directory.path).as_posix() for path in (*files, events)}

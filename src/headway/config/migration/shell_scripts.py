@@ -66,7 +66,7 @@ _SIGNS = ("&&", "||", ";;", ";", "|", "(", ")", "\n")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "declare", "readonly")
 _IGNORED = ("do", "done", "then", "function")
-"""Words before statements that are skipped: the body of a loop or a function is executed once."""
+"""Words that are skipped before a statement, so that the body of a loop or a function is executed once."""
 _HERE_DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(?:.*?\n)??[ \t]*\2[ \t]*(?=\n|$)", re.DOTALL)
 _SHELL = re.compile(r"(^|/)(ba|z|da|)sh$")
 _SILENT = ("@", "*", "#", "?", "!", "$", "-")

@@ -257,7 +257,7 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def groups(value: Any, version: int, what: str) -> Translated:
-    """Return a run's length of ``value`` groups, rounded to a multiple of ``version`` groups."""
+    """Return a run's length of ``value`` groups, rounded up to a multiple of ``version`` groups."""
     total = ceil(float(value) / version) * version
     return other({"rollout.total_rollout_steps": total}, f"{what}; a multiple of B={version} groups")
 

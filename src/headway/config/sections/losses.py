@@ -57,7 +57,7 @@ class TPpo(PolicyLossConfig):
 
     loss_mode: Literal["t_ppo"] = "t_ppo"
     ignore_last: NonNegative = 0
-    """Number of last tokens of an unfinished answer that are left out; at least 1."""
+    """Number of last tokens of an unfinished answer that are left out; the doctor requires at least 1."""
 
 
 class Gspo(PolicyLossConfig):

@@ -130,8 +130,8 @@ class ModelConfig(Section):
     """Compile the decoder layers and the chunked log-probs with ``torch.compile``: takes a minute at the start, and
     gives fewer, larger kernels. Results differ in the last bits."""
     packing: Literal["shared", "packed", "padded"] = "shared"
-    """Layout of micro-batches: ``shared`` puts rows into one line without padding, and computes a prefix that rows of a
-    group share only once; ``packed`` computes it for each row; ``padded`` pads rows. Models whose attention cannot be
+    """Layout of micro-batches: ``shared`` puts rows into one line without padding, and computes once what the rows of a
+    group have in common; ``packed`` computes it for each row; ``padded`` pads rows. Models whose attention cannot be
     packed always have padded rows, and the run notes it."""
     trust_remote_code: bool = False
     """Allow code from the model's folder to run."""

@@ -18,7 +18,7 @@ class RunConfig(Section):
     name: str = "headway"
     """Name of the run's directory when ``run.dir`` is not given: a plain file name, not a path."""
     dir: Folder | None = None
-    """Directory that the run writes to. Default: ``runs/<name>-<time>``."""
+    """Directory of everything that the run writes. Default: ``runs/<name>-<time>``."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of model, data order and sampling."""
     journal_sync_s: float | None = Field(1.0, gt=0)

@@ -327,7 +327,7 @@ def file_quiet_s(nbytes: int) -> float:
 
 
 def file_stall_s(nbytes: int) -> float:
-    """Return the seconds after which still work with files stalls the run: longer than its caller's limit."""
+    """Return the seconds that such work may stand still before the run counts as stalled: beyond its caller's limit."""
     return file_quiet_s(nbytes) + LATER_S
 
 

@@ -204,7 +204,7 @@ class ProcessorSharing:
         return completed
 
     def preempt(self, version: int) -> list[SimulatedCall]:
-        """Preempt the youngest runs, one by one, until the cache has room for another step. Returns them."""
+        """Preempt the youngest runs, one by one, until the cache has room for a step of the rest. Returns them."""
         preempted = []
         while self._limit is not None and self._full_at() <= self._service + ROUNDING:
             run = self._youngest[0][3]

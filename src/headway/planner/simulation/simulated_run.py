@@ -50,7 +50,7 @@ from headway.planner.simulation.simulated_trainer import SimulatedTrainer, Simul
 from headway.planner.simulation.virtual_clock import run_virtual
 
 FOREVER_S = 1e7
-"""Timeout in seconds that no simulated job reaches. A stuck run still ends there, with a message on its waits."""
+"""Timeout in seconds that no simulated job reaches. A stuck run still ends there, and says who waits for whom."""
 ACTIVITY_INTERVAL_S = 600.0
 """Seconds between reports of a replica's activity: seldom, as hundreds report; busy spans are exact all the same."""
 PROGRAM = "simulated.py:program"

@@ -42,7 +42,7 @@ class ReplicaTime:
     """Busy slot-seconds of each report, spread over the extent of its busy spans."""
     last_report: float = 0.0
     late: bool = False
-    """True if it joined in the course of the run, under a new name."""
+    """True if it joined in the course of the run, under a name that no other one ever has."""
 
     @property
     def reported_until(self) -> float:

@@ -94,7 +94,7 @@ class RunMetrics:
         self.updates = UpdateSums()
         """Sums of the updates that finished after the first admission. Earlier ones cost the run nothing."""
         self.updates_before_last_step = UpdateSums()
-        """Sums of those `updates` that finished before the last optimizer step, which ends the wall time."""
+        """Sums of those `updates` that had finished when the last optimizer step, and with it the wall time, ended."""
         self.lease_validation_s = 0.0
         """Seconds that the trainer waited for validations before it got shared devices."""
         self.sinks = sinks

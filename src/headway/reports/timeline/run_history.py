@@ -252,7 +252,7 @@ class GroupLog:
                 del self._kept[next(iter(self._kept))]
 
     def add_sampled(self, sample: Sample) -> None:
-        """Add the line of a sampled group that is older than the events read."""
+        """Add the line of a sampled group. It counts if the group is older than the events read."""
         number, version, reason, lag = (sample[name] for name in ("group", "version", "reason", "lag"))
         reward = mean_of(sample["episodes"], "reward")
         length = round(fmean(episode["length"] for episode in sample["episodes"]), 1)

@@ -1,4 +1,4 @@
-"""Trackers: external tools for looking at runs. Each gets metrics that are also in the run's directory.
+"""Trackers: external tools for looking at runs. Each gets what is also in the run's directory.
 
     rows, samples, summary, model ─▶ Trackers ─▶ TrackerThread ─▶ Tracker: TensorBoard's file, W&B, MLflow, …
                                                    ▲
