@@ -38,8 +38,8 @@ async def start_backend(
     If anything fails, everything that was started is ended before the error is raised.
 
     Args:
-        warm: awaitable that ends when the model may be loaded. Workers' processes start meanwhile, without a time
-        limit.
+        warm: awaitable that ends when the model may be loaded. Workers' processes start meanwhile, and the time
+        limit does not run.
         tell: function called with a text each time that a part is up.
         cluster: a cluster whose start has begun; None to make one here.
 

@@ -398,8 +398,8 @@ class Startup:
             ) from None
 
     async def _replace_ranks(self, role: str, waits: StartWaits) -> Address | None:
-        """Replace the ranks of ``role`` by new ones, which load the model. They are fewer if some have no place, and if
-        the model fits into fewer parts. Returns the address of their store.
+        """Replace the ranks of ``role`` by new ones, which load the model. They are fewer if some have no place and the
+        model fits into fewer parts. Returns the address of their store.
         """
         group = self._groups[role]
         # All ranks, also living ones: a process group without one of its ranks cannot be used.
@@ -424,8 +424,8 @@ class Startup:
 
     async def _too_full(self, role: str, workers: Sequence[Worker], config: Config | None) -> str | None:
         """Return a message if a rank of ``role`` needs more memory than its device has; None if all fit or sizes are
-        unknown. ``config``: configuration of a reduced number of ranks. On CPUs the ranks of a machine share its
-        memory.
+        unknown. ``config``: configuration of a reduced number of ranks; None: nothing is checked. On CPUs the ranks of
+        a machine share its memory.
         """
         if config is None or (shape := self._shape) is None:
             return None
@@ -484,7 +484,7 @@ class Startup:
 
 
 async def _build(group: WorkerGroup, waits: StartWaits, *, meet: bool = True) -> Address | None:
-    """Load the model on the ranks of ``group``. With ``meet``, they first connect at a store of their own. Returns the
+    """Load the model on the ranks of ``group``. With ``meet``, they connect at a store of their own. Returns the
     store's address; None without one.
     """
     store: Address | None = None

@@ -199,7 +199,7 @@ class LaunchedWorkers:
 
 @dataclass(slots=True, kw_only=True)
 class Workers(Machinery):
-    """Workers and engines of a run. `watch` raises when a needed worker dies; `close` ends all."""
+    """Workers and engines of a run. `watch` raises when the cluster or a needed worker dies; `close` ends all."""
 
     trainer: TrainGroup
     rollouts: list[RolloutReplica]

@@ -42,7 +42,7 @@ class Guard:
         self._version: int | None = None
         """Version of the last step that the guard examined; None before the first one."""
         self._was_low = False
-        """True if a step of that version had a low effective sample size."""
+        """True once a step of the version examined last had a low effective sample size."""
 
     def state(self) -> dict[str, Any]:
         """Return the guard's part of a checkpoint. The current η is in the part of `RunState`."""

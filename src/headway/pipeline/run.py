@@ -73,7 +73,8 @@ class Pipeline:
         self._emit_started()
         try:
             self._begin()
-            # Later versions are ordered when replicas have loaded them; a resumed run may know this one's result.
+            # Validations of later versions are ordered when replicas have loaded these. A resumed run may know this
+            # one's result.
             if self._state.version == 0 and self.parts.validation and self.parts.validated != 0:
                 await self._wiring.validations.send(self._wiring.validators.order(0))
             try:
@@ -169,7 +170,7 @@ class Pipeline:
             watcher.cancel()
 
     async def _interrupt(self, replica: Replica) -> None:
-        with suppress(WorkerDied, UpdateFailed):  # this version is not needed any more either
+        with suppress(WorkerDied, UpdateFailed):  # even the last replica is not needed any more
             async with self._wiring.pool.losing():
                 await self._wiring.pool.pauses.end(replica)
 

@@ -137,7 +137,7 @@ class Sink(Protocol[Item_contra]):
 
 
 WaitingFor = Callable[[str], AbstractContextManager[None]]
-"""Function from the name of a party to a context. The user is shown that the stage waits for it while this is open."""
+"""Function from a description to a context. While this is open, the user is shown that the stage waits for it."""
 
 
 class State(StrEnum):
@@ -171,7 +171,7 @@ class Stage(ABC, Generic[In, Out]):
     state: State = field(default=State.WAITING_INPUT, init=False)
     active: int = field(default=0, init=False)
     inner_waits: list[str] = field(default_factory=list, init=False)
-    """Names of the parties that `process_data` waits for now, for the message of the stall detector."""
+    """Descriptions of what `process_data` waits for now, for the message of the stall detector."""
     _input_ended: bool = field(default=False, init=False)
     _holds_item: bool = field(default=False, init=False)
     """True while the stage is paused with an item in hand."""

@@ -87,8 +87,8 @@ class Machinery:
     snapshots: SnapshotStore | None = None
     """Store of snapshots of the trainer's ranks; None if no snapshots are made."""
     timeouts: Timeouts | None = None
-    """Time limits, derived from the model's size and from measurements at the start. None: limits without a known
-    size."""
+    """Time limits, derived from the model's size and from measurements at the start. None: limits for a
+    model of unknown size."""
     probe_tolerance: Callable[[str], float] = lambda name: 1e-3
     """Receiver's name -> largest difference of its log-probs from the trainer's that counts as rounding, in nats."""
 
@@ -114,7 +114,7 @@ class Parts:
     journal: RunJournal | None = None
     """Journal of finished work; None if the run keeps none."""
     validated: int | None = None
-    """Version at which the run is resumed, if its validation is known already; None if it must be validated."""
+    """Version at which the run is resumed, if the result of its validation is known already; None otherwise."""
     keep_start: Callable[[DriverState], bool] | None = None
     """Function that writes the checkpoint of version 0, and returns whether it is there."""
     samples: SampleOutlet | None = None

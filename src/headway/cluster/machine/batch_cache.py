@@ -60,9 +60,7 @@ class BatchCache:
         whose reference had been returned and borrowed again."""
 
     def rows(self, samples: Sequence[TrainSample], *, once: bool = False) -> list[CollatedRow]:
-        """Return the samples with their arrays. Missing rows are fetched side by side. ``once``: True to not cache
-        these.
-        """
+        """Return the samples with their arrays. Missing rows are fetched side by side, and cached unless ``once``."""
         batch = samples.batch if isinstance(samples, BatchShare) else None
         if batch is not None and batch != self._batch:
             self._batch, self._rows, self._columns, self._borrowed = batch, {}, {}, {}

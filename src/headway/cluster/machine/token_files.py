@@ -111,7 +111,7 @@ class TokenFile:
     """Address of the machine that has the file."""
     path: str
     data: bytes | None = field(default=None, compare=False)
-    """Contents, if they travel with the handle and there is no file; None if there is a file."""
+    """Contents, if they travel with the handle and there is no file; None if a file or ``copy`` has them."""
     copy: tuple[Path, int] | None = field(default=None, compare=False)
     """File of the journal with a copy, and the record's offset there; None without a copy."""
 

@@ -76,7 +76,7 @@ class Watched:
         return self._ended
 
     async def ended(self) -> None:
-        """Wait until the process has ended. Returns at once after `close`."""
+        """Wait until the process has ended. Returns at once if that is known already, or after `close`."""
         if self._descriptor is None:
             return
         loop, end = asyncio.get_running_loop(), asyncio.Event()

@@ -277,9 +277,9 @@ class RayWorker:
         """Longest time from a kill until the process is gone, in seconds."""
         self._unanswered_s = timeouts.unanswered_s
         self._process: Watched | None = None
-        """Watch on the worker's process; None if it runs on another machine."""
+        """Watch on the worker's process; None before it is up, or if it runs on another machine."""
         self._node: dict[str, Any] | None = None
-        """Description of the worker's machine by `ray.nodes`; None if it is the driver's machine."""
+        """Description of the worker's machine by `ray.nodes`; None before it is up, or on the driver's machine."""
         self._unreachable = False
         """True once the worker's machine, if it is not the driver's, no longer answers."""
         # Ray names a process after its actor's class, in ps and in the dashboard: so each worker has a class of its

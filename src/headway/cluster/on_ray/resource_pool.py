@@ -147,7 +147,7 @@ class ResourcePool:
         self._places = {device: place for place in places for device in place.devices}
         self._on_gpus = on_gpus
         self._avoided: set[tuple[int, str]] = set()
-        """Pairs (device, node): the device is never moved to the node."""
+        """Pairs (device, node): `find_place` does not accept the device on the node, nor moves it there."""
 
     @classmethod
     async def reserve(
@@ -225,7 +225,7 @@ class ResourcePool:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def avoid(self, device: int) -> None:
-        """Never return the current node of ``device`` from `find_place` again."""
+        """Exclude the current node of ``device`` as its place: `find_place` no longer accepts the device there."""
         self._avoided.add((device, self._places[device].node))
 
     async def _moved(self, device: int) -> bool:

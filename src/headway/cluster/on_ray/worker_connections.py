@@ -59,7 +59,7 @@ class CallFrameKind(IntEnum):
 GREETING = struct.Struct(f"!{KEY_BYTES}s16sIQ")
 """Key, session, number of the connection within it (from 1), number of frames received."""
 RECEIVED_FRAMES, RECEIVED_BYTES = 64, 1 << 20
-"""Number of frames, and of bytes, after which an end acknowledges them."""
+"""Number of frames, or of their bytes, after which an end acknowledges them."""
 KEPT_BYTES = 1 << 26
 """Number of unacknowledged bytes at which iterations wait: more than a fast network has under way."""
 

@@ -80,7 +80,7 @@ class WeightInbox:
 
     @contextmanager
     def holding(self, version: int, left: Left) -> Iterator[None]:
-        """Keep the stored ``version`` until the block ends."""
+        """Have `receive` take ``version`` from ``left`` until the block ends."""
         self._left[version] = left
         try:
             yield

@@ -52,7 +52,7 @@ class HostWeights:
         self._stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]]
         """Stored versions of the current transfer, set by `begin`."""
         self._arrival: asyncio.Task[ReceiveReport] | None = None
-        """Task that receives the current version; None until it is staged."""
+        """Task that receives the current version; None until the first `stage` starts it."""
 
     def begin(self, workers: Sequence[Worker]) -> None:
         """Prepare for a version that ``workers`` load, one of which takes over if the owner is not among them."""
@@ -106,7 +106,9 @@ class HostWeights:
     async def _map(
         self, worker: Worker, owner: Worker, version: int, arrival: asyncio.Task[ReceiveReport]
     ) -> ReceiveReport:
-        """Let ``worker`` map the weights that ``owner`` receives. A failure of the owner raises `UpdateMissed`."""
+        """Let ``worker`` map the weights that ``owner`` receives. If the owner fails or is late, raises
+        `UpdateMissed`, which does not blame ``worker``.
+        """
         # `wait` and not `wait_for`, which would cancel the owner's receiving at the limit.
         await asyncio.wait([failure_ignored(arrival)], timeout=self._mapping_s)
         why: BaseException | str | None

@@ -67,7 +67,7 @@ class WeightSync:
         directory: Path | None,
         timeouts: Timeouts,
     ) -> None:
-        """Create it without receivers.
+        """Create the exchange, without receivers.
 
         Args:
             manifests: layout of the weights by served dtype.
@@ -270,7 +270,7 @@ class WeightSync:
         return sent
 
     async def _publish(self, version: int, copies: Sequence[HostWeights]) -> Sent:
-        """Send a version once for all copies of a dtype, and once more, whole, for copies that cannot use the delta."""
+        """Send a version once for all copies of a dtype, and once more, whole, for copies that cannot use the first."""
         dtype = copies[0].dtype
         async with self._turns[dtype]:
             published = self._published.get(dtype)

@@ -48,8 +48,7 @@ class EqualRewards:
         """Number of groups with equal rewards in a window at which a warning is due."""
         self._within_groups, self._filters = within_groups or filters, filters
         self._groups: deque[str | None] = deque(maxlen=self.window)
-        """Common reward of each of the last groups, or the reason of its filter; None for a group that is trained
-        on."""
+        """Common reward of each of the last groups or, with ``filters``, why it was dropped; None without."""
         self._warned = False
 
     def look(self, rewards: NDArray[np.float32], filtered: str | None = None) -> str | None:
@@ -133,7 +132,7 @@ class EpisodeTroubles:
         self._since_look = 0
         """Number of episodes since the window was last examined."""
         self._counts: Counter[str] = Counter()
-        """Description -> number of single episodes."""
+        """Kind of a single episode (a key of `NOTES`) -> number of such episodes."""
         self._told: dict[str, float] = {}
         """Kind of warning -> share, or number, of episodes at the last one."""
 

@@ -87,7 +87,7 @@ class Ledger:
 
     def episodes_failed(self, number: int, count: int) -> None:
         """Record that ``count`` episodes of the open group ``number`` have failed. Raises `LedgerImbalance` if the
-        group has fewer episodes or is not open.
+        group has fewer that have not failed yet, or is not open.
         """
         group = self.open.get(number)
         if group is None or group.failed + count > group.episodes:

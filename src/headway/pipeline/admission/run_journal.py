@@ -58,7 +58,7 @@ class RunJournal:
 
     def __init__(self, directory: Path, config: Config, tell: Callable[[str], object] = log.warning) -> None:
         """Open the journal. Other processes of the run may write to it, too. ``tell`` is called with a warning when the
-        disk is full.
+        journal cannot be written any more.
 
         Raises `OSError` if the directory cannot be read or written.
         """
@@ -73,7 +73,7 @@ class RunJournal:
         """Records of earlier processes. Scores and ends: group number -> record; batches: number of groups taken before
         -> record."""
         self._floors: dict[int, int] = {}
-        """Version of a boundary -> lowest number of an open group at that time."""
+        """Version of a boundary -> number below which no group was open then."""
         self._given_up: dict[Path, int] = {}
         """File that marks a lost writer -> upper bound (exclusive) of the group numbers in that writer's records."""
         self._oldest_kept: int | None = None
@@ -171,7 +171,7 @@ class RunJournal:
     # ------------------------------------------------------------------------------------- size
 
     def boundary(self, version: int, floor: int) -> None:
-        """Note that ``floor`` is the lowest number of an open group at the boundary of ``version``."""
+        """Note that no group with a number below ``floor`` is open at the boundary of ``version``."""
         self._begin()
         self._floors[version] = floor
 

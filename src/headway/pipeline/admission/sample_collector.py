@@ -229,7 +229,7 @@ def rounded(values: NDArray[np.floating[Any]]) -> list[float]:
     with np.errstate(divide="ignore", invalid="ignore"):
         size = np.floor(np.log10(np.abs(wide)))
         places = np.where(np.isfinite(size), DIGITS - 1 - size, 0.0)
-        # Powers of ten with a negative exponent are not exact, so both directions divide by a positive power.
+        # Powers of ten with a negative exponent are not exact: `up` and `down` both have exponents of at least 0.
         up, down = 10.0 ** np.maximum(places, 0.0), 10.0 ** np.maximum(-places, 0.0)
         result = np.where(places >= 0, np.round(wide * up) / up, np.round(wide / down) * down)
     return np.where(np.isfinite(result), result, wide).tolist()  # type: ignore[no-any-return]

@@ -53,7 +53,7 @@ class TrainBatches:
         ahead.
         """
         self.taken = 0
-        """Number of batches taken, also before a resume. ``fill_first`` applies again after a resume."""
+        """Number of batches taken, including those before a resume. ``fill_first`` applies again after a resume."""
         self._state = state
         self._size = size
         self._fill_first = fill_first

@@ -212,7 +212,9 @@ class CheckpointManager:
         waiting_for: WaitingFor = lambda _: nullcontext(),
         snapshots: SnapshotStore | None = None,
     ) -> None:
-        """Copy the state of ``version``, and begin to write or keep it. Waits for a checkpoint under way."""
+        """Copy the state of ``version``, and begin to write or keep it. Waits for one that is under way, also for a
+        snapshot.
+        """
         if self._driver_state is None:
             raise RunError(f"version {version} cannot be saved: no version boundary was reached before")
         state, critic, asked, driver_state = self.state, self.actor.critic, now(), self._driver_state

@@ -1,4 +1,4 @@
-"""ActorTrain: prepares each train batch and makes its optimizer steps; publishes a version every few batches.
+"""ActorTrain: prepares each train batch and makes its optimizer steps; after some batches, publishes a version.
 
 consumes        train batches: ``require_batches`` mini-batches of groups
 waits for       enough groups, in the order of consumption, and for the stages that add columns to them on ranks of
@@ -59,7 +59,7 @@ class TrainerLease:
     """Lease of the trainer's devices, which generation uses in between if they are shared."""
 
     def __init__(self, state: RunState, pool: ReplicaPool, restarts: RankRestarts, *, shared: bool) -> None:
-        """Create the lease. ``shared``: False if the trainer has devices of its own; the lease then does nothing."""
+        """Create the lease. ``shared``: False if the trainer has devices of its own: then none change hands."""
         self.restarts = restarts
         """Restarts of the trainer's ranks, which repeat interrupted calls."""
         self.turn = asyncio.Lock()

@@ -56,7 +56,9 @@ class Generate(Stage[Share, Group]):
                     yield group
 
     def _leaves_out_failed(self, group: Group) -> bool:
-        """Remove failed episodes from the group. Returns False if too few are left, or the baseline failed."""
+        """Remove failed episodes from the group. If too few are left, or the baseline failed, discard it and return
+        False.
+        """
         failed = [t for t in group.trajectories if t.failure is not None]
         if not failed:
             return True

@@ -9,8 +9,8 @@
     produces        validations that are due
 
 *Synchronous*: the transfer is one collective, and the trainer goes on when every receiver has loaded. *Overlapped*: the
-trainer goes on after gather; the receivers of each copy (one per machine) receive and load at their own pace, and skip
-a version if a newer one arrives before its transfer began. A replica is halted last, so that it stops only for the
+trainer goes on after gather; the receivers of each copy (of one machine, say) receive and load at their own pace, and
+skip a version if a newer one came before its transfer began. A replica is halted last, so that it stops only for the
 swap; a replica without a second buffer is halted first.
 
 A validation is due every ``test_freq`` versions. A validation on one replica is sent as soon as this has loaded, one on
@@ -66,8 +66,8 @@ class Schedule(ABC):
 
     @abstractmethod
     async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
-        """Send ``version`` to the receivers ``late`` if it is not kept: a restarted trainer holds it only during this
-        call.
+        """Send ``version`` to the receivers ``late``, or gather it into the copy again: a restarted trainer holds it
+        only during this call.
         """
 
     def lacking(self, receivers: Sequence[ReceiverClient], version: int) -> list[ReceiverClient]:
@@ -109,7 +109,7 @@ class Overlapped(Schedule):
         if self._newest is not None and update.version <= self._newest:  # the copy has it, or a newer one
             gathered = replace(self._gathered, gather_s=0.0)
         else:
-            self._newest = update.version  # before gather: later transfers of older versions must not read the copy
+            self._newest = update.version  # before gather: an older version that is not being sent yet is skipped
             gather = partial(self.transfer.gather, update.version)
             self._gathered = gathered = await self.restarts.surviving(gather)
         update.release()
@@ -228,7 +228,7 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
 
     def close_output(self) -> None:
         super().close_output()
-        self.validators.order_no_more()  # Validate orders that of the last version
+        self.validators.order_no_more()  # Validate orders the last version's validation
 
     async def _order_validation(self, replica: Replica, version: int) -> None:
         """Order the validation of ``version`` if it is due, before further groups are admitted under that version."""

@@ -110,7 +110,7 @@ class Validators:
             self._state.validation(replica.name, running=True)
 
     def let_go(self, validation: Validation) -> None:
-        """Let replicas load newer versions: the answers of ``validation`` are generated."""
+        """Let replicas load newer versions: nothing is generated for ``validation`` any more."""
         self.under_way.discard(validation.version)
         # All replicas: if some were lost meanwhile, more than one may have been kept for it.
         for name in list(self._state.validating):

@@ -48,7 +48,7 @@ class WeightLoading:
         await concurrently(self._make_ready(receiver) for receiver in receivers)
 
     async def stand_down(self, receiver: ReceiverClient) -> None:
-        """Undo `make_ready` for ``receiver``, if nothing will be sent to it."""
+        """Undo `make_ready` for ``receiver``, to which nothing will be sent after all."""
         if isinstance(receiver, Replica) and receiver.name in self._stopped:
             del self._stopped[receiver.name]
             async with self.pool.losing():
