@@ -108,7 +108,7 @@ class DeviceKind:
         return None
 
     def make_current(self, device: Device) -> None:
-        """Make ``device`` the default of this process for its kind."""
+        """Make ``device`` the default of this thread for its kind."""
 
     def synchronize(self, device: Device) -> None:
         """Wait until ``device`` has done all of its queued work. Returns at once if nothing is queued."""

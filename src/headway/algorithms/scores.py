@@ -49,7 +49,7 @@ def has_variance(rewards: NDArray[np.floating]) -> bool:
 def soft_overlong_penalty(
     lengths: NDArray[np.int64], *, max_length: int, buffer: int, factor: float = 1.0
 ) -> NDArray[np.float32]:
-    """Return the penalty [n] to add to the rewards: 0 up to max_length − buffer tokens, then linear to −factor.
+    """Return the penalty [n] to add to rewards: 0 up to max_length − buffer tokens, linear to −factor at max_length.
 
     With L = max_length and c = buffer, it is −factor·clip((|y| − (L − c))/c, 0, 1).
 

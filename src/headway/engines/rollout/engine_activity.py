@@ -95,8 +95,8 @@ class NativeActivity(Counts):
 class VllmActivity(Counts):
     """Activity of vLLM, which makes steps while it has calls and is not paused, and reports after each step.
 
-    Prefilled tokens are all tokens of a step except one for each running call. The last token of an interrupted call's
-    context and tokens found in the prefix cache do not count.
+    Prefilled tokens are all tokens of a step except one for each call that had a token before: also for an interrupted
+    call, whose context is computed again but for what the prefix cache has.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -99,7 +99,7 @@ class HostCopy:
 
 
 class WeightSink(Protocol):
-    """Target into which a receiver puts arriving buckets. Raises `UpdateFailed`, which names the wrong bucket."""
+    """Target into which a receiver puts arriving buckets. Raises `UpdateFailed` with the wrong bucket and reason."""
 
     def room(self, header: Header, device: Device = "cpu") -> torch.Tensor:
         """Return the memory into which the payload has to be written: [payload_nbytes] uint8.

@@ -112,7 +112,7 @@ class PackedLayout:
     __slots__ = ("ends_L", "masks", "positions", "positions_L", "ranks", "segments", "windows")
 
     def __init__(self, segments: Segments, positions: Places, ranks: SequenceRanks | None = None) -> None:
-        """Set up. ``positions``: position [L] of each token in its rows. ``ranks``: ranks that divide the line."""
+        """Set up. ``positions``: position [L] of each token in its rows. ``ranks``: any that divide the line."""
         self.segments, self.positions, self.ranks = segments, positions, ranks
         self.positions_L: Int[Tensor, " L"] = torch.from_numpy(positions)
         """The positions, on the device that attention computes on; see `at`."""

@@ -64,7 +64,7 @@ class VllmState:
     async def tell(self, what: str, order: Coroutine[Any, Any, T], error: type[HeadwayError] = RunError) -> T:
         """Return vLLM's answer to ``order``, which ``what`` describes. Raises the engine's final error if it ends.
 
-        Raises ``error`` if vLLM raises. The death of vLLM ends this engine.
+        Raises ``error`` if vLLM raises. A dead vLLM never answers: its death ends this engine.
         """
         answer = asyncio.create_task(order)
         ended = asyncio.create_task(self._ended.wait())
