@@ -98,7 +98,7 @@ def _load(dataset: str, source: SourceConfig, default_split: str) -> tuple[list[
 
 
 def _place_of(dataset: str, folder: Path, split: str | None, default_split: str) -> Path:
-    """Return the folder of the requested split in a folder of `save_to_disk`, which has several splits or a single
+    """Return the folder of the requested split in a folder of `save_to_disk`, which has named splits or a single
     unnamed one.
     """
     if not (splits := splits_of(folder)):

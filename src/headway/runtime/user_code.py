@@ -205,8 +205,8 @@ def _import_file(path: Path) -> ModuleType:
 def pickled_beside(file: str) -> Any:
     """Return the object pickled beside ``file``, under the same name.
 
-    The object's import path is appended to ``sys.path``. The file's own folder is not: otherwise the file could be
-    taken for the object's module.
+    The object's import path is appended to ``sys.path``. The file's own folder is taken out: otherwise the file
+    could be taken for the object's module.
 
     Raises:
         UserCodeError: the pickle is of another version of Python, whose functions this one cannot read.

@@ -63,7 +63,7 @@ class AgentSession:
             again: True if the client says that it has sent this before.
 
         Raises:
-            Refused: the episode is over.
+            RequestRefused: the episode is over.
             HeadwayError: as `Turns.turn` does.
         """
         request = self._request(wanted, digest, again=again)
