@@ -92,7 +92,7 @@ def prepare(names, tests):
         vars(module).update({key: value for key, value in names.items() if not key.startswith("__")})
     names["__name__"] = "__main__"
 """
-"""Code that defines `prepare` and `call_all`, which tests use once the answer has run."""
+"""Code that defines `prepare` and `call_all`, which the driver calls for tests once the answer has run."""
 # The job is unlinked and output redirected before the answer runs: it must neither read the word nor print.
 # `write`, `leave` and `dumps` have names of their own: the answer may replace them in their modules.
 DRIVER = f"""

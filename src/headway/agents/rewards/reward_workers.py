@@ -34,7 +34,7 @@ GRACE_S = 1.0
 AT_ONCE = 16
 """Maximum number of concurrent groups in a process, if all functions are asynchronous."""
 MOST_LOSSES = 8
-"""Number of further times that a group is scored again because another group ended their process."""
+"""Number of times, beyond its retries, that a group is scored again because another group ended their process."""
 
 
 @dataclass(eq=False, repr=False)
@@ -124,7 +124,7 @@ class RewardWorkers:
             try:
                 return await self._try(request)
             except ScoringFailed as failure:
-                # An attempt lost because of another group's code is none of this group's own retries.
+                # An attempt lost because of another group's code uses up no retry of this group.
                 if losses_left and self._is_anothers(failure.__cause__):
                     losses_left -= 1
                 elif tries_left:
