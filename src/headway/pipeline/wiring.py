@@ -140,7 +140,7 @@ class Wiring:
             machinery.receivers,
             PauseController(config, state, self.episode_workers),
             timeouts,
-            # Within one process the only replica ends together with the run.
+            # Within one process the only replica cannot end without the run.
             replaceable=machinery.replace_replica is not None and config.cluster.backend == "ray",
             probe_tolerance=machinery.probe_tolerance,
         )

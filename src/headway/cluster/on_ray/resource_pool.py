@@ -147,7 +147,7 @@ class ResourcePool:
         self._places = {device: place for place in places for device in place.devices}
         self._on_gpus = on_gpus
         self._avoided: set[tuple[int, str]] = set()
-        """Pairs (device, node): `find_place` does not accept the device on the node, nor moves it there."""
+        """Pairs (device, node): `find_place` neither accepts the device on the node nor moves it there."""
 
     @classmethod
     async def reserve(

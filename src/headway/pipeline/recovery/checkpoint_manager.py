@@ -67,7 +67,7 @@ class SnapshotStore(Protocol):
         """
 
     async def load(self, version: int) -> None:
-        """Load the snapshot of ``version`` into all ranks. If it raises, no rank has loaded it."""
+        """Load the snapshot of ``version`` into all ranks, or into none if a rank cannot get its part."""
 
 
 @dataclass(eq=False)
@@ -212,8 +212,8 @@ class CheckpointManager:
         waiting_for: WaitingFor = lambda _: nullcontext(),
         snapshots: SnapshotStore | None = None,
     ) -> None:
-        """Copy the state of ``version``, and begin to write or keep it. Waits for one that is under way, also for a
-        snapshot.
+        """Copy the state of ``version``, and begin to write or keep it. Waits for a checkpoint or a snapshot that is
+        under way.
         """
         if self._driver_state is None:
             raise RunError(f"version {version} cannot be saved: no version boundary was reached before")

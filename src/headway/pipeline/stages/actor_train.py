@@ -1,4 +1,4 @@
-"""ActorTrain: prepares each train batch and makes its optimizer steps; after some batches, publishes a version.
+"""ActorTrain: prepares each train batch and makes its steps; publishes a version after a fixed number of batches.
 
 consumes        train batches: ``require_batches`` mini-batches of groups
 waits for       enough groups, in the order of consumption, and for the stages that add columns to them on ranks of

@@ -41,7 +41,7 @@ from headway.pipeline.stage import Signal, Stage
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 30.0
 """Bounds of the time that a stop waits for scores of user code, in seconds."""
 MOST_MISSES = 2
-"""Number of times in a row that the patience runs out until scoring is given up."""
+"""Number of waits in a row without a score, during a stop, after which scoring is given up."""
 INTERRUPTED = "interrupted"
 """Reason given for groups whose scores were given up."""
 

@@ -64,7 +64,7 @@ class ReplicaPool:
         self._late = False
         """True after the other receivers were restarted, while they wait for a version."""
         self._wanted = 0
-        """Version that the other receivers are to compute log-probs under."""
+        """Version under which the other receivers are to compute log-probs."""
         self.lose_others: Callable[[RunError], None] | None = None
         """Function that restarts the other receivers; None if their loss ends the run."""
         self.lose_ranks: Callable[[RunError], None] | None = None

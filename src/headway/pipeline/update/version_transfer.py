@@ -100,7 +100,7 @@ class RetryDecision:
 
     lost: Sequence[WorkerUnavailable] = ()
     again: Sequence[Sequence[ReceiverClient]] = ()
-    """One group of receivers for each further attempt."""
+    """Receivers of each further attempt; empty if none follows."""
     failures: int = 0
     """Value of `Attempt.failures` for the further attempts."""
     reason: str = ""
