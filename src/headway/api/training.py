@@ -146,7 +146,7 @@ def _ended(run: Run) -> Run:
 def _directory(given: Path | None, name: str, functions: Functions) -> Iterator[RunDirectory]:
     """Make the run's directory with the functions in it. Both are removed if no run began there.
 
-    Raises `UserError` if the directory, or its folder of functions, is in use or cannot be written.
+    Raises `UserError` if the directory is not empty, has a folder of functions already, or cannot be written.
     """
     directory, there = _made(given, name)
     code = directory.code.absolute()
@@ -170,7 +170,7 @@ def _directory(given: Path | None, name: str, functions: Functions) -> Iterator[
 
 
 def _made(given: Path | None, name: str) -> tuple[RunDirectory, bool]:
-    """Make a run's directory, and tell whether it existed. Raises `UserError` if it is in use."""
+    """Make a run's directory, and tell whether it existed. Raises `UserError` if it is in use or not empty."""
     if given is not None:
         directory, there = RunDirectory(given), given.exists()
         directory.check_free()

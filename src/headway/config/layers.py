@@ -55,7 +55,7 @@ class Layer:
     origin: str
     values: Mapping[str, Any]
     file: Path | None = None
-    """File that the layer was read from; None for the command line."""
+    """File that the layer was read from; None for the command line and for Python."""
     notes: tuple[str, ...] = ()
     """Remarks on renamed keys."""
 

@@ -78,7 +78,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     Raises:
         ConfigError: torch or transformers is too old here; no such reward or task, or parameters that the task does
             not take; vLLM is not installed here; the endpoint for agents cannot listen at its address; or
-            ``actor.parallel`` does not fit the model's heads, experts or layers.
+            ``actor.parallel`` does not fit the model's heads or experts.
         DataError: a data file is missing, or holds something else than it should.
         ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged; or its logits
             are made in a way that is not supported.

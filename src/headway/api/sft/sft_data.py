@@ -102,7 +102,7 @@ class SftConversation:
     """One row of data: chat messages, or a text prompt and its completion."""
 
     where: str
-    """File and line, or data set and index, of the row."""
+    """Place that the row was read from: file and line or row, or data set, split and row."""
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[ToolSchema] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -55,8 +55,8 @@ class JsonLines:
     """A file of JSON objects, one a line, appended and flushed at least every second while lines come.
 
     Lines that could not be written are kept and retried at each flush, so that the file has no gap. They are dropped at
-    the end, or if they exceed `KEPT_BYTES`; the run goes on. Each is reported once through ``report``. Numbers that are
-    not finite become null, since JSON has none.
+    the end, or if they exceed `KEPT_BYTES`; the run goes on. The first failure, and that lines are dropped, are each
+    reported once through ``report``. Numbers that are not finite become null, since JSON has none.
     """
 
     def __init__(
