@@ -73,7 +73,7 @@ class Trackers:
     def finish(self, summary: dict[str, Any], model: Path | None = None, *, limit_s: float | None = None) -> None:
         """End all entries, and wait for them for `LIMIT_S` or ``limit_s``, longer where they get the model.
 
-        An interrupt ends only the waiting. The user is then told which data a tracker lacks.
+        An interrupt ends only the waiting. In the end the user is told what each tracker lacks.
         """
         given = model if self._log_model else None
         limit_s = LIMIT_S if limit_s is None else limit_s
