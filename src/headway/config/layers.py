@@ -232,8 +232,7 @@ def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
             f"{meant} (headway recipes lists them)"
         ) from None
     except OSError as error:
-        own = [*path.glob("config.yaml")] if isinstance(error, IsADirectoryError) else []
-        give = own[0] if own else "a YAML file that you may read"
+        give = next(path.glob("config.yaml"), "a YAML file that you may read")  # if it is a run
         raise ConfigError(f"{path}: {error.strerror}; give {give}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8") from error

@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -225,12 +226,18 @@ def pickled_beside(file: str) -> Any:
     return pickle.loads(whole["pickled"])
 
 
-def without_message(reason: str) -> str:
-    """Return the reason of a failure without its error's message, which often quotes an answer: type and place stay.
+def by_fault(reasons: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return reasons of failures with their counts, the most frequent first.
 
-    Failures that have the same text then are one fault. Other reasons are returned as they are.
+    Reasons that differ only by an error's message, which often quotes an answer, are one fault: of one type, raised at
+    one line. The most frequent of them stands for all, followed by "and alike".
     """
-    return _MESSAGE.sub(r"\1\2", reason)
+    faults: dict[str, Counter[str]] = {}
+    for reason, times in reasons.items():
+        faults.setdefault(_MESSAGE.sub(r"\1\2", reason), Counter())[reason] += times
+    found = sorted(faults.values(), key=Counter.total, reverse=True)
+    named = (f"{max(one, key=one.__getitem__)}{' and alike' if len(one) > 1 else ''}" for one in found)
+    return list(zip(named, map(Counter.total, found), strict=True))
 
 
 _MESSAGE = re.compile(r"((?:exception:|raised) \w+): .*( \([^()]+:\d+, in \S+\))$", re.DOTALL)

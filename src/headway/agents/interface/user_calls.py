@@ -205,7 +205,7 @@ def path_of_commands() -> str:
     """Return the ``PATH`` of the user's commands: the folder of this interpreter comes first, as in an activated
     environment, so that ``python`` and the programs beside it are Headway's.
 
-    The order stays as it is if Python has no environment of its own and is on the path.
+    ``PATH`` stays as it is outside a virtual environment if it has the interpreter's folder.
     """
     folder, path = str(Path(sys.executable).parent), os.environ.get("PATH") or os.defpath
     if sys.prefix == sys.base_prefix and folder in path.split(os.pathsep):

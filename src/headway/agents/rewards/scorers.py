@@ -3,7 +3,7 @@
 ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None if it does not apply ────┐
              └▶ part: …                                                                           ─┴▶ Σ weight · value
 
-Further numbers of a user's function are kept under names of its own, beside the parts.
+Further numbers that a user's function reports are kept beside the parts, by name.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ ended: a reward that fails has to be mended, one that is the same for all answer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from headway.data.types import Prompt
 from headway.errors import LedgerImbalance, NothingToTrain
 from headway.pipeline.admission.sample_collector import DrawnGroup
-from headway.runtime.user_code import without_message
+from headway.runtime.user_code import by_fault
 
 
 class Fate(StrEnum):
@@ -151,11 +151,8 @@ _FAILED = (
     "What it raised and printed is in {}, in the run's directory; headway eval shows it at single answers. "
     "Where it took too long, raise {}, or make it faster"
 )
-ON_FAILURES = {
-    False: _FAILED.format("logs/reward.log", "reward.timeout_s"),
-    True: _FAILED.format("logs/*-programs.log", "the limit that is named"),
-}
-"""Advice on failures of the reward (False) and of episodes (True)."""
+REWARD_ADVICE = _FAILED.format("logs/reward.log", "reward.timeout_s")
+EPISODE_ADVICE = _FAILED.format("logs/*-programs.log", "the limit that is named")
 ADVICE = {
     Fate.FILTERED: (
         "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt get the "
@@ -192,7 +189,8 @@ def cannot_be_scored(what: str, reasons: list[str]) -> str:
 
 
 def _on_failures(reasons: Iterable[str]) -> str:
-    return ". ".join(dict.fromkeys(ON_FAILURES[reason.startswith(EPISODE_FAILED)] for reason in reasons))
+    advice = (EPISODE_ADVICE if reason.startswith(EPISODE_FAILED) else REWARD_ADVICE for reason in reasons)
+    return ". ".join(dict.fromkeys(advice))
 
 
 def timed_out(reason: str) -> bool:
@@ -202,15 +200,7 @@ def timed_out(reason: str) -> bool:
 
 def counted(reasons: Iterable[str]) -> str:
     """Return the most frequent reasons with their counts. Those that differ only by an error's message are one."""
-    kinds: dict[str, list[str]] = {}
-    for reason in reasons:
-        kinds.setdefault(without_message(reason), []).append(reason)
-    shown = sorted(kinds.values(), key=len, reverse=True)[:SHOWN]
-    text = "; ".join(_kind(alike) for alike in shown)
-    rest = sum(map(len, kinds.values())) - sum(map(len, shown))
+    faults = by_fault(Counter(reasons))
+    text = "; ".join(f"{times}× {why}" for why, times in faults[:SHOWN])
+    rest = sum(times for _, times in faults[SHOWN:])
     return f"{text}; {rest}× something else" if rest else text
-
-
-def _kind(alike: Sequence[str]) -> str:
-    more = " and alike" if len(set(alike)) > 1 else ""
-    return f"{len(alike)}× {alike[0]}{more}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from headway.events import Event
 from headway.reports import human
 from headway.reports.metrics.group_tally import OTHER_REASONS
 from headway.reports.run_directory import RunDirectory
-from headway.runtime.user_code import without_message
+from headway.runtime.user_code import by_fault
 
 BIASED_BELOW = 0.9
 REASONS_SHOWN = 3
@@ -117,21 +116,12 @@ def _not_trained(summary: dict[str, Any]) -> Text:
 
 
 def _frequent(reasons: Mapping[str, int]) -> str:
-    """Return the most frequent of ``reasons`` with their counts. Those that differ only by an error's message, which
-    may quote an answer, count as one.
-    """
-    kinds: dict[str, Counter[str]] = {}
-    for reason, times in reasons.items():
-        if reason != OTHER_REASONS:
-            kinds.setdefault(without_message(reason), Counter())[reason] += times
-    shown = sorted(kinds.values(), key=Counter.total, reverse=True)[:REASONS_SHOWN]
-    parts = [f"{human.count(kind.total())} {max(kind, key=kind.__getitem__)}{_alike(kind)}" for kind in shown]
-    others = sum(reasons.values()) - sum(map(Counter.total, shown))
-    return ", ".join([*parts, *([f"and {human.count(others)} others"] if others else [])])
-
-
-def _alike(kind: Counter[str]) -> str:
-    return " and alike" if len(kind) > 1 else ""
+    """Return the most frequent of ``reasons`` with their counts."""
+    faults = by_fault({reason: times for reason, times in reasons.items() if reason != OTHER_REASONS})[:REASONS_SHOWN]
+    parts = [f"{human.count(times)} {why}" for why, times in faults]
+    if others := sum(reasons.values()) - sum(times for _, times in faults):
+        parts.append(f"and {human.count(others)} others")
+    return ", ".join(parts)
 
 
 def _episodes(summary: dict[str, Any]) -> Text:
